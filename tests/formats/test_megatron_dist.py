@@ -44,7 +44,7 @@ from ckpt_tool.storage.source import Tree
 from ckpt_tool.systems.megatron import stored_names as names
 from ckpt_tool.systems.megatron.args import MegatronFacts
 from ckpt_tool.systems.megatron.hints import DistHints
-from ckpt_tool.systems.megatron.job import JobRanks, MegatronJob, MegatronRank, turned
+from ckpt_tool.systems.megatron.job import JobRanks, MegatronJob, MegatronRank, transpose_chunk
 from ckpt_tool.systems.megatron.stages import from_counts
 from ckpt_tool.systems.megatron.torch_dist import folder as megatron_dist_folder
 from ckpt_tool.systems.megatron.torch_dist import state as megatron_dist_state
@@ -332,7 +332,7 @@ def test_a_grouped_line_is_transposed_back(
     got = np.full(want.shape, -1)
     for start, stop in zip(cuts, cuts[1:], strict=False):
         stored = StoredArray("f", 1000 + 4 * start, DTYPES["F32"], (stop - start,))
-        for chunk in (turned(chunk) for _, chunk in flat.chunks(stored, start)):
+        for chunk in (transpose_chunk(chunk) for _, chunk in flat.chunks(stored, start)):
             base, strides = chunk.region()
             for step in np.ndindex(*chunk.box.shape):
                 at = base + sum(i * s for i, s in zip(step, strides, strict=True))

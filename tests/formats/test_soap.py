@@ -133,9 +133,9 @@ def test_ranks_that_count_otherwise_are_refused() -> None:
         stored = {"optimizer": {"state": {0: {"step": step}}, "param_groups": []}}
         rank = _RankOptimizer(cast(Any, None), cast(Any, None), [], stored, "file", gathering)
         if step == 2:
-            rank._values([[own]])
+            rank._add_plain_values([[own]])
             continue
         with pytest.raises(CkptError, match="on one rank") as caught:
-            rank._values([[own]])
+            rank._add_plain_values([[own]])
         assert caught.value.code == "E0379"
     assert gathering.values == {"w": {"step": 2}}

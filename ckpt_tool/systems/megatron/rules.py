@@ -1,9 +1,9 @@
 """How Megatron cuts each parameter between tensor-parallel ranks, by name; and which degrees a model can take.
 
-The one idea: a rule is (dim, parts, axis). `dim` is the dim that ranks share, None where each keeps a copy; `parts` are
-the proportions of what lies end to end along it, each cut on its own: (1, 1) for a gated fc1, whose rank r keeps rows r
-of the gate and rows r of the up half; `axis` says whose ranks share: the dense ones (tp) or the experts' (etp). From a
-rule follow the boxes of a rank, both ways:
+A rule is (dim, parts, axis). `dim` is the dim that ranks share, None where each keeps a copy; `parts` are the
+proportions of the sections along it, each cut on its own: (1, 1) for a gated fc1, whose rank r keeps rows r of the gate
+and rows r of the up half; `axis` says whose ranks share: the dense ones (tp) or the experts' (etp). From a rule follow
+the boxes of a rank, both ways:
 
     mlp.linear_fc1.weight [gate; up] of 48 + 48 rows, tp 2, rank 1:
         rows 24..48 of the tensor are rows 0..24 of the rank, rows 72..96 are rows 24..48
@@ -28,8 +28,8 @@ rule follow the boxes of a rank, both ways:
     q and k norms over all heads         rows (`norms_span`)
     towers of Megatron's modules         as above; of others (`visual.`, `vision_tower.`): a copy each
 
-The lengths of sections follow from the other tensors of the module, of a rank or of the whole model alike, for what
-counts is their proportion; where these are not there, from the arguments (`sections_of`).
+The lengths of sections follow from the other tensors of the module, be it a rank's or the whole model's, since only
+their proportion counts; where these are missing, from the arguments (`sections_of`).
 
 Sources (NVIDIA/Megatron-LM core 0.16.1): `core/tensor_parallel/layers.py`, `core/transformer/attention.py`, `mlp.py`,
 `multi_latent_attention.py` (`parallel_mode="duplicated"` for TE), `moe/experts.py`, `moe/shared_experts.py`,
@@ -40,11 +40,11 @@ megatron-bridge 0.6.2
 `models/minimax_m2/minimax_m2_provider.py`, `models/olmoe/` (norms over all heads), `models/gemma/modeling_gemma4.py`
 (embeddings of each layer), `models/*/modeling_*.py` (towers); of August 2026 `models/kimi/kimi_k3_layers.py`.
 
-mcore-bridge 1.6.5 has rows of a gated delta net by key head, all that belongs to one together: such tensors bear
-another name (`BY_HEAD`), and ranks share their rows plainly. torch_dist's keys tell them from core's, and so do two
-projections where core has one (Qwen4-Exp); nothing else does.
+mcore-bridge 1.6.5 orders the rows of a gated delta net by key head, all that belongs to one together: such tensors have
+another name here (`BY_HEAD`), and ranks share their rows plainly. Only torch_dist's keys distinguish them from core's,
+and two projections where core has one (Qwen4-Exp).
 
-Cost: about a us a name. What it does not do: k norms over all heads where more ranks than groups share them.
+Cost: about a us a name. Not supported: k norms over all heads where more ranks than groups share them.
 """
 
 from __future__ import annotations
@@ -67,18 +67,16 @@ ETP = "etp"
 
 
 class MegatronRule(NamedTuple):
-    """dim: shared between ranks, None: each keeps a copy. parts: the proportions of what lies end to end along `dim`,
-    each cut on its own. axis: `tp` or `etp`. known: False for a name that no rule knows (a copy each is then only right
-    for one rank). lacks: what has to be known for a rule."""
+    """How ranks share a parameter."""
 
-    dim: int | None
-    parts: tuple[int, ...] = (1,)
-    axis: str = TP
-    known: bool = True
-    lacks: str = ""
+    dim: int | None  # the dim that ranks share, None: each keeps a copy
+    parts: tuple[int, ...] = (1,)  # the proportions of the sections along `dim`, each cut on its own
+    axis: str = TP  # whose ranks: `tp` or `etp`
+    known: bool = True  # False for a name that no rule knows: a copy each is then only right for one rank
+    lacks: str = ""  # what has to be known for a rule
 
     def sections(self, extent: int) -> tuple[int, ...]:
-        """The lengths of the parts along `dim` of so many elements; () when they do not come out even."""
+        """The lengths of the parts along a `dim` of `extent` elements; () when they do not divide evenly."""
         unit, rest = divmod(extent, sum(self.parts))
         return () if rest else tuple(unit * part for part in self.parts)
 
@@ -90,6 +88,7 @@ class RankPiece(NamedTuple):
     within: Box
 
 
+# What ranks share, by the last name of the module.
 _ROWS = frozenset(
     "word_embeddings output_layer linear_qkv linear_q linear_kv linear_q_proj linear_q_up_proj linear_kv_proj "
     "linear_kv_up_proj eh_proj e_proj h_proj per_layer_embedding per_layer_model_proj "
@@ -106,15 +105,15 @@ _COPIES = frozenset(
 _BY_HEAD = frozenset(
     "linear_proj linear_q_proj linear_q_up_proj linear_kv_up_proj linear_q q_layernorm q_b_proj kv_b_proj".split()
 )
-_CUT_THERE = {"per_layer_input_gate": 0, "per_layer_projection": 1}  # by mcore-bridge alone
-_WHOLE = frozenset(  # copies
+_CUT_BY_MCORE_BRIDGE = {"per_layer_input_gate": 0, "per_layer_projection": 1}  # module -> dim; core keeps copies
+_COPIED_BLOCKS = frozenset(  # modules all of whose tensors are copies
     "indexer compressor ple hyper_connection attn_hyper_connection self_attention_hyper_connection "
     "mlp_hyper_connection hyper_connection_mixer".split()
 )
-_OF_DELTA = ("in_proj", "in_proj_qkvz", "in_proj_ba", "conv1d", "out_norm", "out_proj", "A_log", "D", "dt_bias")
+_DELTA_MODULES = ("in_proj", "in_proj_qkvz", "in_proj_ba", "conv1d", "out_norm", "out_proj", "A_log", "D", "dt_bias")
 _MIXER = ("mixer", "mamba_mixer")  # Mamba's module, core's and Bridge's falcon_h1's
 _HEADS = frozenset("A_log D dt_bias".split())  # one element a head
-_OWN = frozenset(  # a copy each
+_COPIED_LEAVES = frozenset(  # a copy each, whatever the module
     "gate_weight layer_norm_weight layer_norm_bias layer_scalar linear_o_group_proj "
     "hc_head_fn hc_head_base hc_head_scale".split()
 )
@@ -129,7 +128,7 @@ MAMBA = "mamba"
 DELTA = "gated delta net"
 KIMI = "kimi delta attention"
 _PROJECTIONS = ("in_proj_qkvz", "in_proj_ba")  # mcore-bridge's, by key head
-_WANTED = {  # what the arguments have to say where a module's other tensors are not there
+_NEEDED_ARGUMENTS = {  # what the arguments have to say where a module's other tensors are not there
     MAMBA: "mamba_num_heads, mamba_head_dim, mamba_num_groups and mamba_state_dim",
     DELTA: "linear_num_key_heads, linear_key_head_dim, linear_num_value_heads and linear_value_head_dim",
 }
@@ -146,13 +145,14 @@ SECTIONS = {  # what torch_dist calls the parts of such a tensor, each under a k
 
 
 def section_names(name: str) -> tuple[str, ...]:
-    """What lies end to end in a projection or convolution of a recurrent module; () for any other name."""
+    """The names of the sections of a recurrent module's projection or convolution; () for any other name."""
     words = name.split(".")
-    kind = "" if is_tower(name) else _recurrent(words)
-    return SECTIONS.get(f"{kind}.{_sectioned(words)}", ()) if kind else ()
+    kind = "" if is_tower(name) else _recurrent_kind(words)
+    return SECTIONS.get(f"{kind}.{_sectioned_part(words)}", ()) if kind else ()
 
 
-def _sectioned(words: Sequence[str]) -> str:
+def _sectioned_part(words: Sequence[str]) -> str:
+    """`in_proj` or `conv1d` for a tensor with sections, else nothing."""
     leaf = words[-1]
     module = words[-2]
     if leaf.endswith(BY_HEAD):
@@ -163,7 +163,7 @@ def _sectioned(words: Sequence[str]) -> str:
 
 
 def is_vocabulary(name: str) -> bool:
-    """Has the tensor a row for each token?"""
+    """Does the tensor have a row for each token?"""
     return stem(name) in VOCABULARY
 
 
@@ -176,30 +176,47 @@ def rule_of(
     sections: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     spanning: bool | None = False,
 ) -> MegatronRule:
-    """The rule of a logical name. rank: of the tensor (1 for biases). gated: fc1 holds gate and up. down_shared: MLA's
-    down projections are cut (the local spec). sections: of `sections_of`. spanning: of `norms_span`."""
-    if (found := _ADAPTER.fullmatch(name)) is not None:
-        base = rule_of(f"{found[1]}.weight", 2, gated=gated, down_shared=down_shared, sections=sections)
-        return _of_adapter(base, found[3], apart=found[2] is not None)
+    """The rule of a logical name.
+
+    Args:
+        name: of the tensor.
+        rank: its number of dims (1 for biases).
+        gated: does fc1 hold gate and up?
+        down_shared: are MLA's down projections cut (the local spec)?
+        sections: of `sections_of`.
+        spanning: of `norms_span`.
+    """
+    adapter = _ADAPTER.fullmatch(name)
+    if adapter is not None:
+        base = rule_of(f"{adapter[1]}.weight", 2, gated=gated, down_shared=down_shared, sections=sections)
+        return _adapter_rule(base, adapter[3], apart=adapter[2] is not None)
+
     words = name.split(".")
     leaf = words[-1]
     module = words[-2] if len(words) > 1 else ""
     axis = ETP if "experts" in words else TP
+
+    # Modules with rules of their own come before the language model's.
     if is_tower(name):
-        return _of_tower(name, words, rank, sections)
-    kind = _recurrent(words)
+        return _tower_rule(name, words, rank, sections)
+    kind = _recurrent_kind(words)
     if kind:
-        return _of_recurrent(kind, words, rank, sections)
-    if not _WHOLE.isdisjoint(words) and module != "ngram_embedding":
+        return _recurrent_rule(kind, words, rank, sections)
+    if not _COPIED_BLOCKS.isdisjoint(words) and module != "ngram_embedding":
         return MegatronRule(None)
-    if module in _CUT_THERE and module in sections:
-        return MegatronRule(_CUT_THERE[module])
+
+    # Exceptions of modules that are copies otherwise.
+    if module in _CUT_BY_MCORE_BRIDGE and module in sections:
+        return MegatronRule(_CUT_BY_MCORE_BRIDGE[module])
     if module in ("q_layernorm", "k_layernorm") and spanning is not False:
         return MegatronRule(0 if spanning else None, known=spanning is not None)
-    if module in _COPIES or _NORM.fullmatch(module) or leaf in _OWN:
+
+    if module in _COPIES or _NORM.fullmatch(module) or leaf in _COPIED_LEAVES:
         return MegatronRule(None, axis=axis)
     if module == "core_attention" and leaf in _SINKS:
         return MegatronRule(0)
+
+    # Whatever is left is a linear: its weight, or the bias of its outputs.
     if leaf not in ("weight", "bias"):
         return MegatronRule(None, axis=axis, known=False)
     if module in _ROWS:
@@ -209,62 +226,69 @@ def rule_of(
     if module == "linear_fc1":
         return MegatronRule(0, (1, 1) if gated else (1,), axis)
     if module in _DOWN:
-        return MegatronRule(0 if down_shared and KIMI not in sections else None)  # which are Transformer Engine's
+        # Kimi's are Transformer Engine's in every job.
+        return MegatronRule(0 if down_shared and KIMI not in sections else None)
     return MegatronRule(None, axis=axis, known=False)
 
 
-def _of_adapter(base: MegatronRule, part: str, *, apart: bool) -> MegatronRule:
-    """The rule of a part of a LoRA beside a weight that has the rule `base`. megatron-bridge 0.6.2 `peft/utils.py`
-    (`ParallelLinearAdapter`): A is cut as the inputs are, else its rank is; B always by outputs. apart: of one of
-    several that the weight fuses."""
+def _adapter_rule(base: MegatronRule, part: str, *, apart: bool) -> MegatronRule:
+    """The rule of a part of a LoRA on a weight that has the rule `base`. megatron-bridge 0.6.2 `peft/utils.py`
+    (`ParallelLinearAdapter`): A is cut as the inputs are, else its rank is; B always by outputs. apart: is it the LoRA
+    of one of several projections that the weight fuses?"""
     if part in ("linear_in.weight", "lora_A"):
         return MegatronRule(1 if base.dim == 1 else 0, axis=base.axis)
-    cut = base.dim == 0
+    outputs_are_cut = base.dim == 0
     if part == "weight_magnitude":
-        return MegatronRule(0 if cut else None, base.parts if cut else (1,), base.axis)
-    return MegatronRule(0, base.parts if cut and not apart else (1,), base.axis)
+        return MegatronRule(0 if outputs_are_cut else None, base.parts if outputs_are_cut else (1,), base.axis)
+    return MegatronRule(0, base.parts if outputs_are_cut and not apart else (1,), base.axis)
 
 
-def _recurrent(words: Sequence[str]) -> str:
+def _recurrent_kind(words: Sequence[str]) -> str:
     """`mamba`, `gated delta net` or, where hyper-connections wrap the layer (GLM-5.3), `kimi delta attention` of a name
     inside such a module, else nothing."""
     if any(word in _MIXER for word in words):
         return MAMBA
-    inside = words[words.index("self_attention") + 1 :] if "self_attention" in words else ()
+    words_inside = words[words.index("self_attention") + 1 :] if "self_attention" in words else ()
     kind = KIMI if "inner_layer" in words else DELTA
-    return kind if inside and inside[0] in _OF_DELTA else ""
+    return kind if words_inside and words_inside[0] in _DELTA_MODULES else ""
 
 
-def _by_key_head(words: Sequence[str]) -> bool:
+def _is_by_key_head(words: Sequence[str]) -> bool:
     return words[-1].endswith(BY_HEAD) or words[-2] in _PROJECTIONS
 
 
-def _of_recurrent(kind: str, words: Sequence[str], rank: int, sections: Mapping[str, tuple[int, ...]]) -> MegatronRule:
+def _recurrent_rule(
+    kind: str, words: Sequence[str], rank: int, sections: Mapping[str, tuple[int, ...]]
+) -> MegatronRule:
     leaf = words[-1]
     module = words[-2]
-    if leaf in _HEADS or module == "norm" or _by_key_head(words):
+    if leaf in _HEADS or module == "norm" or _is_by_key_head(words):
         return MegatronRule(0)
     if module == "out_norm" or leaf in ("layer_norm_weight", "layer_norm_bias"):
         return MegatronRule(None)
     if module == "out_proj":
         return MegatronRule(1 if leaf == "weight" and rank > 1 else None, known=leaf in ("weight", "bias"))
-    which = _sectioned(words)
-    found = (1, 1, 1) if kind == KIMI and which else sections.get(f"{kind}.{which}")
-    if found:
-        return MegatronRule(0, found)
-    return MegatronRule(None, known=False, lacks=_WANTED[kind] if which else "")
+    sectioned_part = _sectioned_part(words)
+
+    # Kimi's query, key and value are of one length; those of others depend on the model.
+    if kind == KIMI and sectioned_part:
+        return MegatronRule(0, (1, 1, 1))
+    part_sizes = sections.get(f"{kind}.{sectioned_part}")
+    if part_sizes:
+        return MegatronRule(0, part_sizes)
+    return MegatronRule(None, known=False, lacks=_NEEDED_ARGUMENTS[kind] if sectioned_part else "")
 
 
-def _of_tower(name: str, words: Sequence[str], rank: int, sections: Mapping[str, tuple[int, ...]]) -> MegatronRule:
-    """The rule of a tensor beside the language model. Towers that transformers' own modules make are copies; those of
+def _tower_rule(name: str, words: Sequence[str], rank: int, sections: Mapping[str, tuple[int, ...]]) -> MegatronRule:
+    """The rule of a tensor outside the language model. Towers that transformers' own modules make are copies; those of
     Megatron's modules are cut like a language model's layers."""
     words = words[1:] if words[0] in ("thinker", "llava_model") else words
     root = words[0]
-    inside = words[1] if len(words) > 2 else ""
+    submodule = words[1] if len(words) > 2 else ""
     leaf = words[-1]
     if root == "multi_modal_projector":  # Bridge's gemma3_vl has a ColumnParallelLinear there
-        return MegatronRule(0 if inside == "proj" else None)
-    if not is_foreign(name) and inside in ("decoder", "merger", "encoder"):
+        return MegatronRule(0 if submodule == "proj" else None)
+    if not is_foreign(name) and submodule in ("decoder", "merger", "encoder"):
         module = words[-2]
         if module == "linear_fc1":
             return MegatronRule(0, sections.get(f"{root}.linear_fc1", (1,)))
@@ -273,90 +297,125 @@ def _of_tower(name: str, words: Sequence[str], rank: int, sections: Mapping[str,
         if module in _COLUMNS:
             return MegatronRule(1 if leaf == "weight" and rank > 1 else None)
         return MegatronRule(None, known=_NORM.fullmatch(module) is not None or leaf.startswith("layer_norm_"))
-    if root == "vision_model" and inside in ("embedder", "video_embedder"):  # core's RADIO
+    if root == "vision_model" and submodule in ("embedder", "video_embedder"):  # core's RADIO
         return MegatronRule(0)
     return MegatronRule(None)
 
 
 def gated(shapes: Mapping[str, tuple[int, ...]], facts: MegatronFacts) -> bool:
-    """Does the language model's fc1 hold gate and up? By its size beside fc2's, else as the arguments say."""
-    found = _gated(shapes, "")
-    return bool(facts.gated) if found is None else found
+    """Does the language model's fc1 hold gate and up? By its size compared with fc2's, else as the arguments say."""
+    by_size = _find_gated(shapes, "")
+    return bool(facts.gated) if by_size is None else by_size
 
 
-def _gated(shapes: Mapping[str, tuple[int, ...]], tower: str) -> bool | None:
-    """The same of a tower, or of the language model (""); None where no size shows it."""
+def _find_gated(shapes: Mapping[str, tuple[int, ...]], tower: str) -> bool | None:
+    """Does fc1 of a tower, or of the language model (""), hold gate and up? None where no size shows it."""
     for name, shape in shapes.items():
-        if name.endswith("linear_fc1.weight") and len(shape) == 2 and _in_tower(name, tower):
-            other = shapes.get(f"{name.removesuffix('linear_fc1.weight')}linear_fc2.weight")
-            if other and len(other) == 2 and shape[0] in (other[1], 2 * other[1]):
-                return shape[0] == 2 * other[1]
+        if not name.endswith("linear_fc1.weight") or len(shape) != 2 or not _is_in_tower(name, tower):
+            continue
+        fc2_shape = shapes.get(f"{name.removesuffix('linear_fc1.weight')}linear_fc2.weight")
+        if fc2_shape and len(fc2_shape) == 2 and shape[0] in (fc2_shape[1], 2 * fc2_shape[1]):
+            return shape[0] == 2 * fc2_shape[1]
     return None
 
 
-def _in_tower(name: str, tower: str) -> bool:
+def _is_in_tower(name: str, tower: str) -> bool:
     return tower in name.split(".")[:2] if is_tower(name) else not tower
 
 
 def sections_of(shapes: Mapping[str, tuple[int, ...]], facts: MegatronFacts) -> dict[str, tuple[int, ...]]:
-    """The proportions of what lies end to end in the projections and convolutions of recurrent modules, and in a
-    tower's gated fc1: by the shapes of one rank or of the whole model, else by the arguments; none where layers
-    differ. `BY_HEAD`, `KIMI` and what mcore-bridge alone cuts, where names show that the model is mcore-bridge's."""
-    found: dict[str, set[tuple[int, ...]]] = {}
+    """The proportions of the sections in the projections and convolutions of recurrent modules, and in a tower's gated
+    fc1: by the shapes of one rank or of the whole model, else by the arguments; none where layers differ.
+
+    The keys `BY_HEAD`, `KIMI` and the modules that mcore-bridge alone cuts are there where names show that the model
+    is mcore-bridge's.
+    """
+    measured: dict[str, set[tuple[int, ...]]] = {MAMBA: set(), DELTA: set()}
     for name in shapes:
         front, _, rest = name.rpartition("in_proj.weight")
-        kind = _recurrent(name.split(".")) if front and not rest else ""
-        if kind in (MAMBA, DELTA):
-            found.setdefault(kind, set()).add(_shown(kind, front, shapes) or ())
-    out: dict[str, tuple[int, ...]] = {}
+        kind = _recurrent_kind(name.split(".")) if front and not rest else ""
+        if kind in measured:
+            measured[kind].add(_measure_sections(kind, front, shapes) or ())
+
+    sections: dict[str, tuple[int, ...]] = {}
     for kind, stated in ((MAMBA, facts.mamba), (DELTA, facts.delta)):
-        every = found.get(kind, set()) - {()} or {stated or ()}
-        sizes = every.pop()
-        if sizes and not every:
-            a, b, c = sizes
-            which = ((a, a, b, b, c), (a, b, b)) if kind == MAMBA else ((a, a, b, b, c, c), (a, a, b))
-            for part, lengths in zip(("in_proj", "conv1d"), which, strict=True):
-                out[f"{kind}.{part}"] = tuple(n // gcd(*lengths) for n in lengths)
+        candidates = measured[kind] - {()} or {stated or ()}
+        sizes = candidates.pop()
+        if not sizes or candidates:  # unknown, or layers differ
+            continue
+        a, b, c = sizes
+        if kind == MAMBA:
+            in_proj = (a, a, b, b, c)
+            conv1d = (a, b, b)
+        else:
+            in_proj = (a, a, b, b, c, c)
+            conv1d = (a, a, b)
+        sections[f"{kind}.in_proj"] = tuple(n // gcd(*in_proj) for n in in_proj)
+        sections[f"{kind}.conv1d"] = tuple(n // gcd(*conv1d) for n in conv1d)
+
+    # Marks of mcore-bridge's models.
     if any(name.endswith(f".self_attention.{_PROJECTIONS[0]}.weight") for name in shapes):
-        out[BY_HEAD] = (1,)
+        sections[BY_HEAD] = (1,)
     if any(".inner_layer." in name for name in shapes):
-        out[KIMI] = (1,)
+        sections[KIMI] = (1,)
     if any(stem(name).endswith("embed_tokens_per_layer.weight") for name in shapes):
-        out |= dict.fromkeys(_CUT_THERE, (1,))
+        sections |= dict.fromkeys(_CUT_BY_MCORE_BRIDGE, (1,))
+
     for root in ("vision_model", "vision_projection"):
-        if _gated(shapes, root):
-            out[f"{root}.linear_fc1"] = (1, 1)
-    return out
+        if _find_gated(shapes, root):
+            sections[f"{root}.linear_fc1"] = (1, 1)
+    return sections
 
 
-def _shown(kind: str, front: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int, int] | None:
+def _measure_sections(kind: str, front: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int, int] | None:
     """Of Mamba (inner, group, heads), of a gated delta net (keys, values, value heads), in rows, as the module's
     tensors show them; None where one is missing or they contradict each other."""
-    rows = shapes[f"{front}in_proj.weight"][:1]
-    wide = shapes.get(f"{front}out_proj.weight", ())[1:2]
-    heads = next((shapes[f"{front}{leaf}"][:1] for leaf in ("A_log", "dt_bias") if f"{front}{leaf}" in shapes), ())
-    if not (rows and wide and heads):
+    rows = _extent(shapes, [f"{front}in_proj.weight"])
+    width = _extent(shapes, [f"{front}out_proj.weight"], dim=1)
+    heads = _extent(shapes, [f"{front}A_log", f"{front}dt_bias"])
+    if rows is None or width is None or heads is None:
         return None
-    rest = rows[0] - 2 * wide[0] - (heads[0] if kind == MAMBA else 2 * heads[0])
+
+    # in_proj has two sections of the width, two unknown ones of one length, and one (Mamba) or two of the heads.
+    rest = rows - 2 * width - (heads if kind == MAMBA else 2 * heads)
     half = rest // 2
     if rest % 2 or half <= 0:
         return None
-    convolved = next((shapes[n][0] for leaf in ("conv1d_weight", "conv1d.weight") if shapes.get(n := front + leaf)), 0)
-    if convolved and convolved != wide[0] + 2 * half:
+
+    # conv1d covers one section of the width and the two unknown ones: it must agree.
+    convolved = _extent(shapes, [f"{front}conv1d_weight", f"{front}conv1d.weight"])
+    if convolved and convolved != width + 2 * half:
         return None
-    return (wide[0], half, heads[0]) if kind == MAMBA else (half, wide[0], heads[0])
+    return (width, half, heads) if kind == MAMBA else (half, width, heads)
+
+
+def _extent(shapes: Mapping[str, tuple[int, ...]], names: Iterable[str], dim: int = 0) -> int | None:
+    """The extent along `dim` of the first of these tensors that is there, None where it has no such dim."""
+    for name in names:
+        if name in shapes:
+            return shapes[name][dim] if len(shapes[name]) > dim else None
+    return None
 
 
 def norms_span(shapes: Mapping[str, tuple[int, ...]], facts: MegatronFacts, degree: int) -> bool | None:
-    """Do q and k norms span all heads, so that ranks share them? By the shapes of one rank of `degree` (1: of the whole
-    model). Bridge's minimax_m2 cuts such norms with the heads; its olmoe, which has as many keys as queries, has them
-    whole on every rank. A rank of one head does not show it: then they are core's, of one head's length. None: nothing
-    says how many heads."""
+    """Do q and k norms span all heads, so that ranks share them? None where nothing says how many heads there are.
+
+    Bridge's minimax_m2 cuts such norms with the heads; its olmoe, which has as many keys as queries, has them whole on
+    every rank. A rank of one head does not show it: then they are core's, of one head's length.
+
+    Args:
+        shapes: of one rank of `degree`, or of the whole model (1).
+        facts: of the arguments.
+        degree: how many ranks share a layer.
+    """
     for name, shape in shapes.items():
-        front, found, _ = name.rpartition("q_layernorm.weight")
-        wide = shapes.get(f"{front}linear_proj.weight", ())[1:2]
-        if not found or f"{front}linear_qkv.weight" not in shapes or shape[:1] != wide or is_tower(name):
+        front, suffix, _ = name.rpartition("q_layernorm.weight")
+        if not suffix or is_tower(name) or f"{front}linear_qkv.weight" not in shapes:
             continue
+        attention_width = shapes.get(f"{front}linear_proj.weight", ())[1:2]
+        if shape[:1] != attention_width:  # a norm of each head
+            continue
+
         if shapes.get(f"{front}k_layernorm.weight", shape) != shape:
             return True  # a norm of one head's length is as long for k as for q
         if degree == 1:
@@ -380,25 +439,26 @@ def local_shape(rule: MegatronRule, shape: Sequence[int], size: int) -> tuple[in
 
 
 def pieces(rule: MegatronRule, shape: Sequence[int], rank: int, size: int, *, apart: bool = False) -> list[RankPiece]:
-    """What rank `rank` of `size` keeps of a tensor of `shape` (whole), in the order of its own rows. apart: are parts
-    pieces of their own even where one rank has all?"""
+    """What rank `rank` of `size` keeps of a tensor of `shape` (whole), in the order of its own rows. apart: is each
+    section a piece of its own even where one rank has all?"""
     if rule.dim is None or rule.dim >= len(shape) or (size == 1 and not apart):
         return [RankPiece(whole(shape), whole(shape))]
     dim = rule.dim
     zero = [0] * len(shape)
-    out = []
-    first = 0
-    row = 0
-    for part in rule.sections(shape[dim]) or (shape[dim] // len(rule.parts),) * len(rule.parts):
-        own = part // size
-        mine = tuple(own if d == dim else n for d, n in enumerate(shape))
-        at = list(zero)
-        inside = list(zero)
-        at[dim], inside[dim] = first + rank * own, row
-        out.append(RankPiece(Box(tuple(at), mine), Box(tuple(inside), mine)))
-        first = first + part
-        row = row + own
-    return out
+    rank_pieces = []
+    section_start = 0  # along `dim` of the whole tensor
+    local_start = 0  # along `dim` of the rank's
+    for section in rule.sections(shape[dim]) or (shape[dim] // len(rule.parts),) * len(rule.parts):
+        extent = section // size
+        piece_shape = tuple(extent if d == dim else n for d, n in enumerate(shape))
+        offset = list(zero)
+        offset[dim] = section_start + rank * extent
+        local_offset = list(zero)
+        local_offset[dim] = local_start
+        rank_pieces.append(RankPiece(Box(tuple(offset), piece_shape), Box(tuple(local_offset), piece_shape)))
+        section_start += section
+        local_start += extent
+    return rank_pieces
 
 
 # -- degrees -----------------------------------------------------------------------------------------------------------
@@ -410,11 +470,11 @@ class DivisibleUnits(NamedTuple):
     amount: int
     what: str
     name: str
-    # those that a degree must divide which is a multiple of `amount` itself; 0: that is no way to share them
+    # More ranks than units can share them if the degree is a multiple of `amount` and divides these rows; 0: never.
     rows: int = 0
 
-    def shared_by(self, degree: int) -> bool:
-        """Can so many ranks share them?"""
+    def can_be_shared(self, degree: int) -> bool:
+        """Can `degree` ranks share them?"""
         if self.amount % degree == 0:
             return True
         return self.rows > 0 and degree % self.amount == 0 and self.rows % degree == 0
@@ -426,25 +486,32 @@ def units_of(name: str, rule: MegatronRule, shape: Sequence[int], facts: Megatro
         return None
     words = name.split(".")
     module = words[-2] if len(words) > 1 else ""
-    own = rule.sections(shape[rule.dim])
-    if not own:
-        what = f"rows that are no {len(rule.parts)} parts of {', '.join(map(str, rule.parts))} ({shape[rule.dim]})"
-        return DivisibleUnits(
-            1, what if len(rule.parts) != 2 else f"rows that are no two halves ({shape[rule.dim]})", name
-        )
+
+    section_sizes = rule.sections(shape[rule.dim])
+    if not section_sizes:
+        if len(rule.parts) == 2:
+            what = f"rows that are no two halves ({shape[rule.dim]})"
+        else:
+            proportions = ", ".join(map(str, rule.parts))
+            what = f"rows that are no {len(rule.parts)} parts of {proportions} ({shape[rule.dim]})"
+        return DivisibleUnits(1, what, name)
     if module == "linear_kv_proj":
         return DivisibleUnits(1, "key and value that all heads share", name)
-    extent = gcd(*own)
-    kind = "" if is_tower(name) else _recurrent(words)
-    if kind and len(own) > 1:
+    extent = gcd(*section_sizes)
+
+    # Recurrent modules are shared by heads or groups, or by what divides all their sections.
+    kind = "" if is_tower(name) else _recurrent_kind(words)
+    if kind and len(section_sizes) > 1:
         heads = facts.mamba_groups if kind == MAMBA else facts.delta_heads
         if heads and extent % heads == 0:
             return DivisibleUnits(heads, "groups" if kind == MAMBA else "key heads", name)
-        return DivisibleUnits(extent, f"rows that divide all {len(own)} sections", name)
-    if kind and _by_key_head(words) and facts.delta_heads and extent % facts.delta_heads == 0:
+        return DivisibleUnits(extent, f"rows that divide all {len(section_sizes)} sections", name)
+    if kind and _is_by_key_head(words) and facts.delta_heads and extent % facts.delta_heads == 0:
         return DivisibleUnits(facts.delta_heads, "key heads", name)
     if kind and words[-1] in _HEADS:
         return DivisibleUnits(extent, "heads", name)
+
+    # Attention is shared by query groups and heads, where the arguments say how many.
     if not is_tower(name):
         if module == "linear_qkv" and facts.groups and extent % facts.groups == 0:
             return DivisibleUnits(facts.groups, "query groups", name, 0 if facts.groups_whole else shape[0])
@@ -452,24 +519,29 @@ def units_of(name: str, rule: MegatronRule, shape: Sequence[int], facts: Megatro
             return DivisibleUnits(facts.groups, "query groups", name)
         if module in _BY_HEAD and facts.heads and extent % facts.heads == 0:
             return DivisibleUnits(facts.heads, "attention heads", name)
+
     what = {"linear_fc1": "ffn rows", "linear_fc2": "ffn columns"}.get(module, "rows" if rule.dim == 0 else "columns")
     return DivisibleUnits(extent, what, name)
 
 
 def check_degree(flag: str, degree: int, units: Iterable[DivisibleUnits]) -> list[str]:
-    """Notes. Raises UsageError E0273 with the nearest valid degrees when so many ranks can't share everything that they
-    must."""
-    every = list(units)
-    bad = next((one for one in every if not one.shared_by(degree)), None)
-    if bad is None:
-        more = next((one for one in every if one.amount % degree), None)
-        shared = f"--{flag} {degree}: ranks share the {more.amount} {more.what}" if more else ""
-        return [f"{shared}, which Megatron-Core takes since 0.16 and earlier ones refuse"] if more else []
-    common = gcd(*(one.rows or one.amount for one in every))
-    valid = [n for n in range(1, min(common, 65536) + 1) if all(one.shared_by(n) for one in every)]
+    """Notes on a degree that works. Raises UsageError E0273, with the nearest valid degrees, where `degree` ranks can't
+    share everything that they must."""
+    all_units = list(units)
+    indivisible = next((unit for unit in all_units if not unit.can_be_shared(degree)), None)
+    if indivisible is None:
+        # More ranks than units: each unit is shared by several.
+        scarce = next((unit for unit in all_units if unit.amount % degree), None)
+        if scarce is None:
+            return []
+        what = f"ranks share the {scarce.amount} {scarce.what}"
+        return [f"--{flag} {degree}: {what}, which Megatron-Core takes since 0.16 and earlier ones refuse"]
+
+    common = gcd(*(unit.rows or unit.amount for unit in all_units))
+    valid = [n for n in range(1, min(common, 65536) + 1) if all(unit.can_be_shared(n) for unit in all_units)]
     raise UsageError(
-        f"--{flag} {degree}: {bad.amount} {bad.what} do not divide by {degree}",
+        f"--{flag} {degree}: {indivisible.amount} {indivisible.what} do not divide by {degree}",
         code=DEGREE,
-        key=bad.name,
+        key=indivisible.name,
         hint=f"the nearest degrees that do: {nearest(degree, valid)}",
     )

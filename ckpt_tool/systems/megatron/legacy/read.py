@@ -1,8 +1,8 @@
 """Reading a legacy Megatron checkpoint: every rank's pickles, put into one catalog.
 
-The one idea: three passes over values that are small. Pickles of all ranks give names and shapes; names give the layers
-of each stage and the experts of each rank, and with them where everything is in the whole model; then boxes are
-gathered (`megatron.job`).
+Three passes over values that are small. Pickles of all ranks give names and shapes; names give the layers of each stage
+and the experts of each rank, and with them where everything is in the whole model; then boxes are gathered
+(`megatron.job`).
 
 The optimizer's arrays get their names from the rank's own model (`megatron.optimizer`), proved by sizes: a flat buffer
 must be exactly as long as its parameters make it, a numbered array must have its parameter's shape. What does not fit
@@ -12,11 +12,11 @@ is an error, not a guess.
     model_optim_rng.pt  optimizer.state {3: {exp_avg, exp_avg_sq, step}}, fp32_from_fp16_params [[...], [...]]
     layer_wise_optimizer_0.pt    the same of what data rank 0 was dealt (`megatron.chains`)
 
-Before 2024-02-13 Megatron wrote buckets apart under a plain dtype, of another parameter order (0.16.1
+Before 2024-02-13 Megatron wrote each bucket under a plain dtype, in another order of parameters (0.16.1
 `load_parameter_state_from_dp_zero_legacy`): refused by name.
 
-Specification: `systems.megatron.legacy.format`. Cost: a pickle a rank, some us a parameter and state. What it does not
-do: read values, but for RNG states (some KiB a rank, for up to 64 ranks)."""
+Specification: `systems.megatron.legacy.format`. Cost: a pickle a rank, some us a parameter and state. Of values, RNG
+states alone are read (some KiB a rank, for up to 64 ranks)."""
 
 from __future__ import annotations
 
@@ -78,17 +78,16 @@ EXTRA_BYTES = 1 << 26  # of an extra state: 1024 steps of amax of a thousand ten
 
 @dataclass(slots=True)
 class _RankFiles:
-    """A rank's files, taken apart."""
+    """A rank's model file, sorted by what its arrays are."""
 
-    path: str
+    path: str  # the rank's folder
     content: TorchContent
-    # of the virtual pipeline -> parameters and buffers in the model's order
-    chunks: list[list[tuple[str, StoredArray]]]
-    rest: list[tuple[Path, StoredArray]]
-    optimizer: list[tuple[Path, StoredArray]]
-    ours: list[tuple[Path, StoredArray]]
+    chunks: list[list[tuple[str, StoredArray]]]  # by chunk: parameters and buffers in the model's order
+    rest: list[tuple[Path, StoredArray]]  # what is neither of the following
+    optimizer: list[tuple[Path, StoredArray]]  # paths below `optimizer`
+    ours: list[tuple[Path, StoredArray]]  # paths below our own key
     rng: list[tuple[Path, StoredArray]]
-    where: MegatronRank = field(default_factory=lambda: MegatronRank("", 0, 0, 0, 0))
+    where: MegatronRank = field(default_factory=lambda: MegatronRank("", 0, 0, 0, 0))  # known when all files are read
 
     @property
     def extras(self) -> dict[Any, Any]:
@@ -105,16 +104,20 @@ def read_ranks(tree: Tree) -> Catalog:
             path=tree.display(),
             hint="pass the folder of an iteration, or its parent with latest_checkpointed_iteration.txt",
         )
-    optims = [file for path in folders if tree.exists(file := f"{path}/{OPTIM_FILE}")]
-    optims += share_files(tree, folders)
-    contents = by_file((*(f"{path}/{MODEL_FILE}" for path in folders), *optims), lambda file: read_content(tree, file))
-    ranks = [_open(tree, path, contents[f"{path}/{MODEL_FILE}"]) for path in folders]
-    return _MegatronReading(tree, folders, ranks, {file: contents[file] for file in optims}).catalog()
+    # A folder may lack an optimizer file: the job has none, or the file of another rank holds the parameters.
+    optimizer_files = [f"{path}/{OPTIM_FILE}" for path in folders]
+    optimizer_files = [file for file in optimizer_files if tree.exists(file)]
+    optimizer_files += share_files(tree, folders)
+    model_files = [f"{path}/{MODEL_FILE}" for path in folders]
+    contents = by_file((*model_files, *optimizer_files), lambda file: read_content(tree, file))
+
+    ranks = [_sort_model_file(tree, path, contents[f"{path}/{MODEL_FILE}"]) for path in folders]
+    return _MegatronReading(tree, folders, ranks, {file: contents[file] for file in optimizer_files}).catalog()
 
 
-def _open(tree: Tree, path: str, content: TorchContent) -> _RankFiles:
+def _sort_model_file(tree: Tree, path: str, content: TorchContent) -> _RankFiles:
     rank = _RankFiles(path, content, [], [], [], [], [])
-    keys: dict[str, list[tuple[str, StoredArray]]] = {}
+    arrays_by_key: dict[str, list[tuple[str, StoredArray]]] = {}
     for leaf, array in content.leaves:
         head = str(leaf[0])
         if _is_chunk(head):
@@ -126,7 +129,7 @@ def _open(tree: Tree, path: str, content: TorchContent) -> _RankFiles:
                     hint="load it with a Megatron-LM of that time (tools/checkpoint) and save it with "
                     "--use-mcore-models",
                 )
-            keys.setdefault(head, []).append((str(leaf[1]), array))
+            arrays_by_key.setdefault(head, []).append((str(leaf[1]), array))
         elif head == "optimizer":
             rank.optimizer.append((leaf[1:], array))
         elif head == OURS and len(leaf) > 2:
@@ -135,54 +138,66 @@ def _open(tree: Tree, path: str, content: TorchContent) -> _RankFiles:
             rank.rng.append((leaf, array))
         else:
             rank.rest.append((leaf, array))
-    stated = [key for key in content.extras if _is_chunk(key)] if isinstance(content.extras, dict) else []
-    count = max((int(key[5:] or 0) for key in (*keys, *stated)), default=0) + 1
-    rank.chunks = [keys.get("model" if count == 1 and "model0" not in keys else f"model{i}", []) for i in range(count)]
+
+    # A chunk without tensors (a stage that has no layer) still has its key among the plain values.
+    chunk_keys = list(arrays_by_key)
+    if isinstance(content.extras, dict):
+        chunk_keys += [key for key in content.extras if _is_chunk(key)]
+    count = max((int(key.removeprefix("model") or 0) for key in chunk_keys), default=0) + 1
+    if count == 1 and "model0" not in arrays_by_key:
+        rank.chunks = [arrays_by_key.get("model", [])]
+    else:
+        rank.chunks = [arrays_by_key.get(f"model{number}", []) for number in range(count)]
     return rank
 
 
 def _is_chunk(key: Any) -> bool:
-    return isinstance(key, str) and (key == "model" or (key[:5] == "model" and numeral(key[5:]) and len(key) < 9))
+    """Is it the key of a chunk of the virtual pipeline: `model`, `model0`, `model1`, ...?"""
+    if not isinstance(key, str) or not key.startswith("model"):
+        return False
+    number = key.removeprefix("model")
+    return not number or (bool(numeral(number)) and len(key) < 9)
 
 
 class Gathering:
     """Logical tensors of all states while the ranks' arrays are gathered."""
 
     def __init__(self) -> None:
-        self._found: dict[TensorKey, tuple[tuple[int, ...], DType, list[Chunk]]] = {}
+        self._gathered: dict[TensorKey, tuple[tuple[int, ...], DType, list[Chunk]]] = {}
         self.values: dict[str, dict[str, Any]] = {}  # parameter -> its states that are numbers, not tensors
 
-    def add(self, state: str, own: RankArray, array: StoredArray) -> None:
-        """`array` holds `own` for `state`. Raises InconsistentCheckpoint E0305 when two ranks have different shapes or
-        dtypes."""
-        for slot in own.slots:
+    def add(self, state: str, rank_array: RankArray, array: StoredArray) -> None:
+        """Add `array`, which holds `rank_array` for `state`. Raises InconsistentCheckpoint E0305 when two ranks have
+        different shapes or dtypes."""
+        for slot in rank_array.slots:
             key = TensorKey(slot.name, state)
-            known = self._found.setdefault(key, (slot.shape, array.dtype, []))
-            if known[:2] != (slot.shape, array.dtype):
+            gathered = self._gathered.setdefault(key, (slot.shape, array.dtype, []))
+            if gathered[:2] != (slot.shape, array.dtype):
+                shape, dtype, _ = gathered
                 raise InconsistentCheckpoint(
-                    f"one rank has {known[1].name} {list(known[0])}, another {array.dtype.name} {list(slot.shape)}",
+                    f"one rank has {dtype.name} {list(shape)}, another {array.dtype.name} {list(slot.shape)}",
                     code=CONTRADICTION,
                     path=array.path,
                     key=str(key),
                     hint="rank files of different runs are mixed",
                 )
-            known[2].append(slot.chunk(array))
+            gathered[2].append(slot.chunk(array))
 
-    def plain(self, key: TensorKey, array: StoredArray) -> None:
+    def add_whole(self, key: TensorKey, array: StoredArray) -> None:
         """A tensor that every rank keeps whole (a step counter)."""
         box = Box((0,) * len(array.shape), array.shape)
-        self._found.setdefault(key, (array.shape, array.dtype, []))[2].append(Chunk(box, array, box))
+        self._gathered.setdefault(key, (array.shape, array.dtype, []))[2].append(Chunk(box, array, box))
 
     def hide(self, key: TensorKey, path: Path, array: StoredArray, fault: CkptError) -> None:
         """A rank's part of a tensor whose parts make no whole."""
         hidden = Hidden(path, array.shape, array.dtype.name, fault=fault)
-        self._found.setdefault(key, (array.shape, array.dtype, []))
-        self._found[key][2][:] = [Chunk(whole(array.shape), hidden.array(array.path), whole(array.shape))]
+        self._gathered.setdefault(key, (array.shape, array.dtype, []))
+        self._gathered[key][2][:] = [Chunk(whole(array.shape), hidden.array(array.path), whole(array.shape))]
 
     def append(self, key: TensorKey, array: StoredArray) -> None:
-        """`array` holds further rows of a tensor that is gathered already."""
-        known = self._found.get(key)
-        if known is None or known[0][1:] != array.shape[1:] or known[1] != array.dtype:
+        """Add `array` as further rows of a tensor that is gathered already."""
+        gathered = self._gathered.get(key)
+        if gathered is None or gathered[0][1:] != array.shape[1:] or gathered[1] != array.dtype:
             raise InconsistentCheckpoint(
                 f"rows {list(array.shape)} of a tensor that is not there, or of another shape",
                 code=CONTRADICTION,
@@ -190,28 +205,41 @@ class Gathering:
                 key=str(key),
                 hint="the file was edited, or rank files of different runs are mixed",
             )
-        shape, dtype, chunks = known
+
+        shape, dtype, chunks = gathered
         box = Box((shape[0], *(0,) * (len(shape) - 1)), array.shape)
         chunks.append(Chunk(box, array, whole(array.shape)))
-        self._found[key] = ((shape[0] + array.shape[0], *shape[1:]), dtype, chunks)
+        self._gathered[key] = ((shape[0] + array.shape[0], *shape[1:]), dtype, chunks)
 
     def tensors(self) -> dict[TensorKey, LogicalTensor]:
         """All tensors: by state, parameters in the order in which the model registers them."""
-        states = {key.state: None for key in self._found}
-        model = list(dict.fromkeys(key.name for key in self._found))
-        order = [model[i] for i in names.registration_order(model)]
-        out = {}
+        states = {key.state: None for key in self._gathered}
+        tensor_names = list(dict.fromkeys(key.name for key in self._gathered))
+        ordered_names = [tensor_names[i] for i in names.registration_order(tensor_names)]
+
+        tensors = {}
         for state in states:
-            for key in (TensorKey(name, state) for name in order):
-                if found := self._found.get(key):
-                    chunks = mark_replicas(found[2]) if len(found[2]) > 1 else tuple(found[2])
-                    out[key] = LogicalTensor(key, found[0], found[1], chunks)
-        return out
+            for name in ordered_names:
+                key = TensorKey(name, state)
+                if key not in self._gathered:
+                    continue
+                shape, dtype, chunks = self._gathered[key]
+                marked = mark_replicas(chunks) if len(chunks) > 1 else tuple(chunks)
+                tensors[key] = LogicalTensor(key, shape, dtype, marked)
+        return tensors
 
 
 class _RankOptimizer:
-    """A rank's optimizer, whose arrays go to `out`. params: the rank's trainable parameters. stored: its state without
-    tensors. path: of the model file, for messages."""
+    """A rank's optimizer, whose arrays go to `out`.
+
+    Args:
+        job: where parameters are stored.
+        rank: whose optimizer it is.
+        params: the rank's trainable parameters.
+        stored: the optimizer's state without tensors.
+        path: of the model file, for messages.
+        out: what is extended.
+    """
 
     def __init__(
         self, job: MegatronJob, rank: MegatronRank, params: Sequence[RankArray], stored: Any, path: str, out: Gathering
@@ -227,14 +255,26 @@ class _RankOptimizer:
             self.params = [[array for array in params if array.expert == part] for part in (False, True)]
         self.every = list(params)
 
-    def numbered(self, leaves: Iterable[tuple[Path, StoredArray]], members: list[Members] | None = None) -> None:
-        """The arrays of a non-distributed optimizer (paths below `optimizer`). members: the parameters of each group of
-        each optimizer of the chain, where they are not all. Raises InconsistentCheckpoint E2004 where they do not fit
-        the model."""
-        members = self.counted(self.members() if members is None else members)
-        numbers = [[array for group in groups for array in group] for groups in members]
-        masters = [[[array for array in group if array.dtype.bits == 16] for group in groups] for groups in members]
-        self._values(numbers)
+    def add_numbered(self, leaves: Iterable[tuple[Path, StoredArray]], members: list[Members] | None = None) -> None:
+        """Add the arrays of a non-distributed optimizer.
+
+        Args:
+            leaves: arrays by their paths below `optimizer`.
+            members: the parameters of each group of each optimizer of the chain, where they are not all.
+
+        Raises:
+            InconsistentCheckpoint: E2004, they do not fit the model.
+        """
+        members = self.check_counts(self.members() if members is None else members)
+
+        # States are numbered through all groups of an optimizer; masters group by group, 16-bit parameters alone.
+        numbers: list[list[RankArray]] = []
+        masters: list[list[list[RankArray]]] = []
+        for groups in members:
+            numbers.append([array for group in groups for array in group])
+            masters.append([_half_precision(group) for group in groups])
+        self._add_plain_values(numbers)
+
         placed = list[tuple[RankArray, str, Path, StoredArray]]()
         for path, array in leaves:
             part, inner = (path[0], path[1:]) if self.listed else (0, path)
@@ -244,29 +284,33 @@ class _RankOptimizer:
             match inner:
                 case ("state", int(number), str(state)) if number < len(numbers[part]):
                     placed.append((numbers[part][number], state, path, array))
-                case ("fp32_from_fp16_params", int(group), int(at)) if group < len(masters[part]) and at < len(
-                    masters[part][group]
+                case ("fp32_from_fp16_params", int(group_number), int(position)) if _has_item(
+                    masters[part], group_number, position
                 ):
-                    placed.append((masters[part][group][at], MASTER, path, array))
+                    placed.append((masters[part][group_number][position], MASTER, path, array))
                 case ("state", *_) | ("fp32_from_fp16_params", *_):
-                    raise self._unfit(f"optimizer entry {'.'.join(map(str, path))} has no parameter in the model")
-        otherwise = {
-            state: None
-            for own, state, _, array in placed
-            if state not in SAME_SHAPE and array.shape != own.shape and array.numel != 1
-        }
-        for own, state, path, array in placed:
-            if state in otherwise and array.numel != 1:
-                self._whole(own, state, path, array, otherwise)
+                    raise self._misfit_error(
+                        f"optimizer entry {'.'.join(map(str, path))} has no parameter in the model"
+                    )
+
+        # A state that has another shape than one of its parameters (SOAP's) is cut like none of them.
+        uncut_states: dict[str, None] = {}
+        for parameter, state, _, array in placed:
+            if state not in SAME_SHAPE and array.shape != parameter.shape and array.numel != 1:
+                uncut_states[state] = None
+
+        for parameter, state, path, array in placed:
+            if state in uncut_states and array.numel != 1:
+                self._add_uncut(parameter, state, path, array, uncut_states)
             else:
-                self._put(own, state, array)
+                self._add_state(parameter, state, array)
 
     def members(self) -> list[Members]:
         """The parameters of each group of each optimizer of the chain. Raises InputError E0303 for a chain of another
         kind, InconsistentCheckpoint E2004 for groups of another kind."""
-        found = chain_members(self.chain, self.every, self.job.facts)
-        if found is not None:
-            return found
+        members = chain_members(self.chain, self.every, self.job.facts)
+        if members is not None:
+            return members
         if len(self.chain) > 1:
             raise InputError(
                 f"{len(self.chain)} chained optimizers, want one, [dense, experts] or [matrices, rest]",
@@ -275,78 +319,81 @@ class _RankOptimizer:
                 hint="an optimizer a model chunk (--overlap-param-gather-with-optimizer-step) is not read: take the "
                 "model with --state model, or save as torch_dist",
             )
-        raise self._unfit("the optimizer's groups are not those that the model's parameters make")
+        raise self._misfit_error("the optimizer's groups are not those that the model's parameters make")
 
-    def counted(self, members: list[Members]) -> list[Members]:
-        """`members`, as many as the file says. Raises InconsistentCheckpoint E2004."""
-        for one, own in zip(self.chain, members, strict=True):
-            groups = groups_of(one)
+    def check_counts(self, members: list[Members]) -> list[Members]:
+        """`members` again. Raises InconsistentCheckpoint E2004 where the file's groups have other numbers of them."""
+        for optimizer, model_groups in zip(self.chain, members, strict=True):
+            groups = groups_of(optimizer)
             counts = [len(group["params"]) for group in groups if isinstance(group.get("params"), list)]
-            have = [len(group) for group in own]
-            if len(counts) != len(groups) or counts != have:
-                raise self._unfit(f"the optimizer's groups hold {counts} parameters, the model's {have}")
+            model_counts = [len(group) for group in model_groups]
+            if len(counts) != len(groups) or counts != model_counts:
+                raise self._misfit_error(f"the optimizer's groups hold {counts} parameters, the model's {model_counts}")
         return members
 
-    def _put(self, own: RankArray, state: str, array: StoredArray) -> None:
-        if array.shape == own.shape:
-            self.out.add(state, own, array)
+    def _add_state(self, parameter: RankArray, state: str, array: StoredArray) -> None:
+        if array.shape == parameter.shape:
+            self.out.add(state, parameter, array)
         elif array.numel == 1 and len(array.shape) < 2:
-            for name in own.names:
-                self.out.plain(TensorKey(name, state), array)
+            for name in parameter.names:
+                self.out.add_whole(TensorKey(name, state), array)
         else:
             raise InconsistentCheckpoint(
-                f"{state} of shape {list(array.shape)} for a parameter of shape {list(own.shape)}",
+                f"{state} of shape {list(array.shape)} for a parameter of shape {list(parameter.shape)}",
                 code=UNFIT,
                 path=array.path,
-                key=f"{own.names[0]} [{state}]",
+                key=f"{parameter.names[0]} [{state}]",
                 hint="the optimizer belongs to another model than the weights",
             )
 
-    def _values(self, numbers: Sequence[Sequence[RankArray]]) -> None:
-        """The states that are plain numbers (the `step` of Emerging-Optimizers). Raises InconsistentCheckpoint E0379
-        where another rank has others."""
-        for one, params in zip(self.chain, numbers, strict=True):
-            inner = one.get("optimizer", one) if isinstance(one, dict) else {}
+    def _add_plain_values(self, numbers: Sequence[Sequence[RankArray]]) -> None:
+        """Keep the states that are plain numbers (the `step` of Emerging-Optimizers). Raises InconsistentCheckpoint
+        E0379 where another rank has others."""
+        for optimizer, params in zip(self.chain, numbers, strict=True):
+            inner = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else {}
             state = inner.get("state") if isinstance(inner, dict) else None
             for number, values in state.items() if isinstance(state, dict) else ():
-                held = values.items() if isinstance(values, dict) else ()
-                plain = {key: value for key, value in held if isinstance(value, int | float)}
-                if not plain or number not in range(len(params)):
+                states = values.items() if isinstance(values, dict) else ()
+                plain_states = {key: value for key, value in states if isinstance(value, int | float)}
+                if not plain_states or number not in range(len(params)):
                     continue
                 for name in params[number].names:
-                    if self.out.values.setdefault(name, plain) != plain:
+                    if self.out.values.setdefault(name, plain_states) != plain_states:
                         raise InconsistentCheckpoint(
-                            f"{name} has {plain} on one rank, {self.out.values[name]} on another",
+                            f"{name} has {plain_states} on one rank, {self.out.values[name]} on another",
                             code=STEPS,
                             path=self.path,
                             key=name,
                             hint="files of two saves are mixed: get all of them from one",
                         )
 
-    def _whole(self, own: RankArray, state: str, path: Path, array: StoredArray, otherwise: Iterable[str]) -> None:
-        """A state that has not its parameters' shapes, one of `otherwise` (SOAP's preconditioners): the parameter's,
-        where the rank has all of that; else the rank's alone, and no reader can join them."""
-        key = TensorKey(own.names[0], state)
-        if len(own.slots) == 1 and own.slots[0].box.shape == own.slots[0].shape:
-            self.out.plain(key, array)
+    def _add_uncut(
+        self, parameter: RankArray, state: str, path: Path, array: StoredArray, uncut_states: Iterable[str]
+    ) -> None:
+        """Add a state that does not have its parameters' shapes, one of `uncut_states` (SOAP's preconditioners). Where
+        the rank has the whole parameter, the state is the parameter's; else it is the rank's alone, and no reader can
+        join the ranks' states."""
+        key = TensorKey(parameter.names[0], state)
+        if len(parameter.slots) == 1 and parameter.slots[0].box.shape == parameter.slots[0].shape:
+            self.out.add_whole(key, array)
             return
         fault = InconsistentCheckpoint(
-            f"{state} of shape {list(array.shape)} belongs to one rank's part {list(own.shape)} of a parameter that "
-            "tensor ranks share",
+            f"{state} of shape {list(array.shape)} belongs to one rank's part {list(parameter.shape)} of a parameter "
+            "that tensor ranks share",
             code=UNFIT,
             path=array.path,
             key=str(key),
-            hint=f"no rule joins them: leave them out with --drop {','.join(otherwise)}",
+            hint=f"no rule joins them: leave them out with --drop {','.join(uncut_states)}",
         )
         self.out.hide(key, ("optimizer", *path), array, fault)
 
-    def flat(self, leaves: Iterable[tuple[Path, StoredArray]]) -> None:
-        """The arrays of `distrib_optim.pt`. Raises InconsistentCheckpoint E2004 when a buffer is not as long as the
+    def add_flat(self, leaves: Iterable[tuple[Path, StoredArray]]) -> None:
+        """Add the arrays of `distrib_optim.pt`. Raises InconsistentCheckpoint E2004 when a buffer is not as long as the
         model makes it, InputError E0303 for the form before February 2024."""
-        arrays: dict[int, dict[int, dict[str, StoredArray]]] = {}
+        arrays: dict[int, dict[int, dict[str, StoredArray]]] = {}  # chained optimizer -> buffer -> state
         for path, array in leaves:
-            steps = path[1:] if path[0] == "value" else (0, *path)
-            match steps:
+            place = path[1:] if path[0] == "value" else (0, *path)
+            match place:
                 case (int(part), int(number), str(), str(state)):
                     arrays.setdefault(part, {}).setdefault(number, {})[state] = array
                 case _:
@@ -357,37 +404,40 @@ class _RankOptimizer:
                         hint="before 2024-02-13 Megatron wrote buckets apart: load it once with a Megatron of that "
                         "time to 0.16 (--ckpt-convert-update-legacy-dist-opt-format)",
                     )
+
         for part, stored in arrays.items():
-            own = self.params[part] if part < len(self.params) else []
-            for number, buffer in enumerate(self._buffers(own, stored, experts=part == 1)):
+            params = self.params[part] if part < len(self.params) else []
+            for number, buffer in enumerate(self._buffers(params, stored, experts=part == 1)):
                 for state, line in stored[number].items():
-                    for at, member in enumerate(buffer.members):
-                        view = line.view(buffer.flat.coalesced(at), member.shape)
+                    for position, member in enumerate(buffer.members):
+                        view = line.view(buffer.flat.coalesced(position), member.shape)
                         self.out.add(MASTER if state == "param" else state, member, view)
 
     def _buffers(
-        self, own: Sequence[RankArray], stored: Mapping[int, Mapping[str, StoredArray]], *, experts: bool
+        self, params: Sequence[RankArray], stored: Mapping[int, Mapping[str, StoredArray]], *, experts: bool
     ) -> list[Buffer]:
-        """The buffers as they lie, tried with what the arguments say about buckets, then with one bucket each."""
+        """The stored buffers, tried with what the arguments say about buckets, then with one bucket each."""
         stated = bucketing_of(self.job, experts=experts)
-        have = [
-            [array.numel for array in stored[number].values() if not is_shapeless(array)] for number in sorted(stored)
-        ]
-        tried: list[int] = []
-        for bucketing in dict.fromkeys((stated, stated._replace(size=None), Bucketing(None, 1, False, False))):
-            buffers = lay_buffers(own, self.job, self.rank.pp, bucketing, DTYPES["F32"])
-            made = [buffer.flat.unpadded for buffer in buffers]
-            tried = tried or made
-            if sorted(stored) == list(range(len(buffers))) and all(
-                set(sizes) <= {size} for sizes, size in zip(have, made, strict=True)
-            ):
-                return buffers
-        raise self._unfit(
-            f"flat buffers of {[size for sizes in have for size in dict.fromkeys(sizes)]} elements, the model "
-            f"makes {tried}",
-        )
+        stored_sizes: list[list[int]] = []  # of each buffer, the distinct lengths of its states
+        for number in sorted(stored):
+            sizes = [array.numel for array in stored[number].values() if not is_shapeless(array)]
+            stored_sizes.append(list(dict.fromkeys(sizes)))
 
-    def _unfit(self, message: str) -> InconsistentCheckpoint:
+        # Only the lengths can prove a bucketing: gaps around shared embeddings and full buckets change them.
+        first_tried: list[int] = []
+        for bucketing in dict.fromkeys((stated, stated._replace(size=None), Bucketing(None, 1, False, False))):
+            buffers = lay_buffers(params, self.job, self.rank.pp, bucketing, DTYPES["F32"])
+            model_sizes = [buffer.flat.unpadded for buffer in buffers]
+            first_tried = first_tried or model_sizes
+            if sorted(stored) != list(range(len(buffers))):
+                continue
+            if all(set(sizes) <= {size} for sizes, size in zip(stored_sizes, model_sizes, strict=True)):
+                return buffers
+
+        distinct_sizes = [size for sizes in stored_sizes for size in sizes]
+        raise self._misfit_error(f"flat buffers of {distinct_sizes} elements, the model makes {first_tried}")
+
+    def _misfit_error(self, message: str) -> InconsistentCheckpoint:
         return InconsistentCheckpoint(
             message,
             code=UNFIT,
@@ -398,7 +448,7 @@ class _RankOptimizer:
 
 
 class _MegatronReading:
-    """One read."""
+    """One read: what the ranks agree on, then the tensors, then the rest."""
 
     def __init__(
         self,
@@ -407,7 +457,14 @@ class _MegatronReading:
         ranks: list[_RankFiles],
         optims: Mapping[str, TorchContent],
     ) -> None:
-        """optims: of the ranks' files of the distributed optimizer, by path."""
+        """Check that the ranks are of one run, and find what each of them holds.
+
+        Args:
+            tree: the checkpoint's folder.
+            folders: of the ranks, with the numbers in their names.
+            ranks: the model files.
+            optims: files of the distributed optimizer, by path.
+        """
         self.tree = tree
         self.optims = optims
         self.ranks = ranks
@@ -418,37 +475,45 @@ class _MegatronReading:
         self.globals = dict.fromkeys(line for rank in ranks for line in rank.content.globals)
         self.args = arguments(self.first.extras)
         self.facts = facts_of(self.args)
-        self.degrees = self.facts.degrees if self.args else _guessed(folders, ranks)
+        self.degrees = self.facts.degrees if self.args else _guess_degrees(folders, ranks)
         self.local = [name for rank in ranks for chunk in rank.chunks for name, _ in chunk]
         self.experts = any(".experts." in name for name in self.local)
-        self._same_run()
+        self._check_same_run()
         numbers = {rank.path: _rank_number(rank) for rank in ranks}
         for rank, where in zip(ranks, coordinates(folders, self.degrees, numbers, experts=self.experts), strict=True):
             rank.where = where
         refuse_renamed(tree, [(rank.where, arguments(rank.extras)) for rank in ranks], self.degrees)
-        self.stages = self._stages()
-        self.job = self._job()
+        self.stages = self._count_stages()
+        self.job = self._build_job()
 
     def catalog(self) -> Catalog:
         out = Gathering()
         for rank in self.ranks:
-            params = self._model(rank, out)
-            self._ours(rank, out)
-            self._optimizer(rank, params, out)
+            params = self._add_model(rank, out)
+            self._add_ours(rank, out)
+            self._add_optimizer(rank, params, out)
+
+        # Vocabulary rows that Megatron does not load at this tensor parallel size follow all others.
         for leaf, array in self.first.ours:
             if leaf[0] == "vocab_tail" and len(leaf) == 3:
                 out.append(TensorKey(str(leaf[2]), str(leaf[1])), array)
-        self._steps()
+
+        self._check_steps()
+
+        # Tensors of the first rank that belong to no parameter.
         places = dict(self.first.rest)
         for path, array in self.first.optimizer:
             if path[-1:] == ("scale",):  # fp16's loss scale: one for all chained optimizers
                 places.setdefault(("optimizer", *path[-2:]), array)
         for leaf, array in places.items():
-            out.plain(TensorKey(dotted(leaf), EXTRAS), array)
+            out.add_whole(TensorKey(dotted(leaf), EXTRAS), array)
+
+        # They keep their place, so that a writer of this format puts them back there.
         tensors = out.tensors()
         for leaf in places:
             key = TensorKey(dotted(leaf), EXTRAS)
             tensors[key] = tensors[key]._replace(path=leaf)
+
         catalog = Catalog(
             "megatron",
             tensors=tensors,
@@ -460,14 +525,17 @@ class _MegatronReading:
             unsafe=tuple(dict.fromkeys(self.unsafe)),
             hints=self._hints(),
         )
+
+        # A gap in the optimizer has a likelier cause than the gap itself: say that first.
         try:
             catalog.check()
-        except Incomplete as e:
-            raise self._without_optimizer() or e from None
-        found, unread = set_apart(tensors)
-        return replace(catalog, tensors=found, unread=unread, notes=(*catalog.notes, *notes_of(unread)))
+        except Incomplete as error:
+            raise self._explain_missing_optimizer() or error from None
 
-    def _without_optimizer(self) -> Incomplete | None:
+        read_tensors, unread = set_apart(tensors)
+        return replace(catalog, tensors=read_tensors, unread=unread, notes=(*catalog.notes, *notes_of(unread)))
+
+    def _explain_missing_optimizer(self) -> Incomplete | None:
         """What to say of an optimizer with gaps: the files that other ranks have, or None."""
         files = [f"{rank.path}/{OPTIM_FILE}" for rank in self.ranks]
         lost = [file for file in files if not self.tree.exists(file)]
@@ -483,17 +551,23 @@ class _MegatronReading:
 
     # -- what the ranks agree on ---------------------------------------------------------------------------------------
 
-    def _same_run(self) -> None:
+    def _check_same_run(self) -> None:
         """Raise InconsistentCheckpoint E0305 for ranks of another iteration, of other degrees, or of another model."""
         faults: list[tuple[str, str]] = []
         for rank in self.ranks:
-            faults += ((rank.path, what) for what in self._unlike(rank))
+            faults += ((rank.path, what) for what in self._list_differences(rank))
         folder = (self.first.path.rpartition("/")[0] or self.tree.shown).rstrip("/").rpartition("/")[2]
-        want = self.first.extras.get("iteration")
-        if type(want) is int and folder.startswith("iter_") and numeral(folder[5:]) and int(folder[5:]) != want:
+        iteration = self.first.extras.get("iteration")
+        if (
+            type(iteration) is int
+            and folder.startswith("iter_")
+            and numeral(folder[5:])
+            and int(folder[5:]) != iteration
+        ):
             self.notes.append(
-                Note("N0304", f"the folder is {folder}, the files belong to iteration {want}", self.first.path)
+                Note("N0304", f"the folder is {folder}, the files belong to iteration {iteration}", self.first.path)
             )
+
         if faults:
             path, what = faults[0]
             raise InconsistentCheckpoint(
@@ -504,86 +578,99 @@ class _MegatronReading:
                 hint="rank files of different saves are mixed: take all ranks from one",
             )
 
-    def _unlike(self, rank: _RankFiles) -> Iterator[str]:
-        """What a rank says otherwise than the first does; of what decides nothing, a note."""
-        mine = rank.extras
-        theirs = self.first.extras
+    def _list_differences(self, rank: _RankFiles) -> Iterator[str]:
+        """What a rank says differently from the first. A difference that decides nothing gets a note instead."""
+        values = rank.extras
+        first_values = self.first.extras
         for key in ("iteration", "checkpoint_version", "num_floating_point_operations_so_far", "opt_param_scheduler"):
-            if mine.get(key) != theirs.get(key):
-                yield f"belongs to {key} {_short(mine.get(key))}, not {_short(theirs.get(key))} as"
-        args = arguments(mine)
-        decide, others = differences(self.args, args)
-        for key in decide:
+            if values.get(key) != first_values.get(key):
+                yield f"belongs to {key} {_short(values.get(key))}, not {_short(first_values.get(key))} as"
+
+        # Some arguments decide how tensors are cut; the others may differ (paths, logging).
+        args = arguments(values)
+        deciding, undeciding = differences(self.args, args)
+        for key in deciding:
             yield f"was written with {key} {_short(args.get(key))}, not {_short(self.args.get(key))} as"
-        if others:
+        if undeciding:
             what = (
-                f"{len(others)} arguments differ from those of {self.first.path}, which are kept: "
-                f"{', '.join(map(str, others[:10]))}"
+                f"{len(undeciding)} arguments differ from those of {self.first.path}, which are kept: "
+                f"{', '.join(map(str, undeciding[:10]))}"
             )
             self.notes.append(Note("N0305", what, f"{rank.path}/{MODEL_FILE}"))
+
         if len(rank.chunks) != len(self.first.chunks):
             yield f"has {len(rank.chunks)} model chunks, not {len(self.first.chunks)} as"
 
-    def _stages(self) -> Stages:
+    def _count_stages(self) -> Stages:
         """Layers of each chunk, as the files show them. Raises Incomplete E0302 when some are missing."""
         counts: dict[tuple[int, int], int] = {}
         mtp: dict[tuple[int, int], int] = {}
         for rank in self.ranks:
             for number, chunk in enumerate(rank.chunks):
-                at = (number, rank.where.pp)
-                counts[at] = max(counts.get(at, 0), names.layers_count(name for name, _ in chunk))
-                mtp[at] = max(mtp.get(at, 0), names.mtp_count(name for name, _ in chunk))
-        order = [(v, p) for v in range(len(self.first.chunks)) for p in range(self.degrees["pp"])]
-        total = sum(counts.get(at, 0) for at in order)
+                place = (number, rank.where.pp)
+                layers = names.layers_count(name for name, _ in chunk)
+                mtp_layers = names.mtp_count(name for name, _ in chunk)
+                counts[place] = max(counts.get(place, 0), layers)
+                mtp[place] = max(mtp.get(place, 0), mtp_layers)
+
+        # Layers are numbered chunk by chunk, inside a chunk stage by stage.
+        places = [(v, p) for v in range(len(self.first.chunks)) for p in range(self.degrees["pp"])]
+        total = sum(counts.get(place, 0) for place in places)
         if self.facts.layers and total != self.facts.layers and any(counts.values()):
             fault = Incomplete(
                 f"the ranks hold {total} layers, the arguments say {self.facts.layers}",
                 code=MISSING,
                 path=self.tree.display(self.first.path),
-                faults=[f"stage {p}, chunk {v}: {counts.get((v, p), 0)} layers" for v, p in order][:50],
+                faults=[f"stage {p}, chunk {v}: {counts.get((v, p), 0)} layers" for v, p in places][:50],
                 hint="a layer is missing from a rank's file, or files of two models are mixed",
             )
             report_missing(fault)
-            self._fill_in(counts, order, self.facts.layers - total)
-        where = next((i for i, at in enumerate(order) if mtp.get(at)), None)
-        made = from_counts(
-            [counts.get(at, 0) for at in order],
+            self._fill_missing_layers(counts, places, self.facts.layers - total)
+
+        mtp_place = next((i for i, place in enumerate(places) if mtp.get(place)), None)
+        stages = from_counts(
+            [counts.get(place, 0) for place in places],
             self.degrees["pp"],
             len(self.first.chunks),
             mtp=max(mtp.values(), default=0),
-            mtp_at=where,
+            mtp_at=mtp_place,
         )
         self.degrees["vpp"] = len(self.first.chunks)
-        return made
+        return stages
 
     @staticmethod
-    def _fill_in(counts: dict[tuple[int, int], int], order: Sequence[tuple[int, int]], layers: int) -> None:
-        """Give the layers that are missing to the stages of which no file is there, so that those behind them have
-        their own numbers."""
-        empty = [at for at in order if not counts.get(at)]
-        for number, at in enumerate(empty):
-            counts[at] = layers // len(empty) + (number < layers % len(empty))
+    def _fill_missing_layers(counts: dict[tuple[int, int], int], order: Sequence[tuple[int, int]], layers: int) -> None:
+        """Give the layers that are missing to the stages without a file, so that the stages after them have their own
+        numbers."""
+        empty = [place for place in order if not counts.get(place)]
+        for number, place in enumerate(empty):
+            counts[place] = layers // len(empty) + (number < layers % len(empty))
 
-    def _job(self) -> MegatronJob:
-        every = [pair for rank in self.ranks for chunk in rank.chunks for pair in chunk]
-        shapes = {name: array.shape for name, array in every if not is_shapeless(array)}
-        own = names.experts_count(self.local)
+    def _build_job(self) -> MegatronJob:
+        arrays = [pair for rank in self.ranks for chunk in rank.chunks for pair in chunk]
+        shapes = {name: array.shape for name, array in arrays if not is_shapeless(array)}
+
+        # As the names show it; grouped experts have no number in their names.
+        experts_per_rank = names.experts_count(self.local)
         ep = self.degrees["ep"]
-        if not own and self.experts and self.facts.experts:
-            own = self.facts.experts // ep
-        if self.facts.experts and own and own * ep != self.facts.experts:
+        if not experts_per_rank and self.experts and self.facts.experts:
+            experts_per_rank = self.facts.experts // ep
+
+        if self.facts.experts and experts_per_rank and experts_per_rank * ep != self.facts.experts:
             fault = Incomplete(
-                f"{ep} expert ranks hold {own} experts each, the arguments say {self.facts.experts} in all",
+                f"{ep} expert ranks hold {experts_per_rank} experts each, "
+                f"the arguments say {self.facts.experts} in all",
                 code=MISSING,
                 path=self.tree.display(self.first.path),
                 hint="expert tensors are missing from the rank files",
             )
             report_missing(fault)
+
         return MegatronJob(
             self.facts,
             self.degrees,
             self.stages,
-            own * ep,
+            experts_per_rank * ep,
             gated(shapes, self.facts),
             self._down_shared(shapes),
             kept=self._vocab_rows(),
@@ -610,60 +697,70 @@ class _MegatronReading:
 
     # -- tensors -------------------------------------------------------------------------------------------------------
 
-    def _model(self, rank: _RankFiles, out: Gathering) -> list[RankArray]:
-        """The rank's trainable parameters, in order; all that its model holds goes to `out`."""
+    def _add_model(self, rank: _RankFiles, out: Gathering) -> list[RankArray]:
+        """Add all that the rank's model holds to `out`; return the trainable parameters, in order."""
         params = []
-        dropped = [name for name, value in _plain_entries(rank) if value is not None and not is_extra_state(name)]
+        dropped_names = [name for name, value in _plain_entries(rank) if value is not None and not is_extra_state(name)]
+
+        # Extra states are kept where they hold FP8 scales; all others are rebuilt by a job.
         scales = self.scales.setdefault(rank.path.rpartition("/")[2], {})
-        without = []
+        names_without_scales = []
         for number, name, value in self._extra_states(rank):
             if value is None:
-                dropped.append(name)
+                dropped_names.append(name)
             elif holds_scales(value):
                 scales.setdefault(str(number), {})[name] = value
             else:
-                without.append(name)
-        if without:
-            self.notes.append(Note("N0301", f"{len(without)} {WITHOUT}", rank.path, without[0]))
+                names_without_scales.append(name)
+        if names_without_scales:
+            self.notes.append(
+                Note("N0301", f"{len(names_without_scales)} {WITHOUT}", rank.path, names_without_scales[0])
+            )
+
         for number, chunk in enumerate(rank.chunks):
             for name, array in chunk:
                 if is_extra_state(name):
                     continue
                 if is_shapeless(array):
-                    out.plain(TensorKey(name), array)
+                    out.add_whole(TensorKey(name), array)
                     continue
-                own = self.job.describe_array(name, array.shape, array.dtype, rank.where, number)
-                out.add(MODEL, own, array)
+                rank_array = self.job.describe_array(name, array.shape, array.dtype, rank.where, number)
+                out.add(MODEL, rank_array, array)
                 if not names.is_buffer(name):
-                    params.append(own)
-        if dropped:
-            what = f"{len(dropped)} plain values of the model are left out"
-            self.notes.append(Note("N0301", what, rank.path, dropped[0]))
+                    params.append(rank_array)
+
+        if dropped_names:
+            what = f"{len(dropped_names)} plain values of the model are left out"
+            self.notes.append(Note("N0301", what, rank.path, dropped_names[0]))
         return params
 
     def _extra_states(self, rank: _RankFiles) -> Iterator[tuple[int, str, Any]]:
         """(chunk, name, value) of the extra states that are not empty; a uint8 tensor as bytes, another as None."""
-        plain = [chunk for name, chunk in rank.extras.items() if _is_chunk(name) and isinstance(chunk, dict)]
-        for number, chunk in enumerate(plain):
-            yield from ((number, str(k), v) for k, v in chunk.items() if is_extra_state(str(k)) and not is_empty(v))
+        plain_chunks = [chunk for name, chunk in rank.extras.items() if _is_chunk(name) and isinstance(chunk, dict)]
+        for number, chunk in enumerate(plain_chunks):
+            for key, value in chunk.items():
+                if is_extra_state(str(key)) and not is_empty(value):
+                    yield number, str(key), value
+
         for number, arrays in enumerate(rank.chunks):
             for name, array in arrays:
-                if is_extra_state(name) and array.numel:
-                    known = array.dtype.name == "U8" and array.strides is None and not isinstance(array.path, Nowhere)
-                    small = array.numel <= EXTRA_BYTES
-                    yield number, name, read_array(self.tree, array) if known and small else None
+                if not is_extra_state(name) or not array.numel:
+                    continue
+                is_plain = array.dtype.name == "U8" and array.strides is None and not isinstance(array.path, Nowhere)
+                is_readable = is_plain and array.numel <= EXTRA_BYTES
+                yield number, name, read_array(self.tree, array) if is_readable else None
 
-    def _ours(self, rank: _RankFiles, out: Gathering) -> None:
-        """What lies under `ckpt`: further states by the rank's names, and tensors that are whole."""
+    def _add_ours(self, rank: _RankFiles, out: Gathering) -> None:
+        """Add what is stored under `ckpt`: further states by the rank's names, and tensors that are whole."""
         for leaf, array in rank.ours:
             match leaf:
                 case ("states", int(chunk), str(state), str(name)) if chunk < len(rank.chunks):
                     out.add(state, self.job.describe_array(name, array.shape, array.dtype, rank.where, chunk), array)
                 case ("vocab_tail", _, _):
-                    continue  # when all rows before them are there
+                    continue  # added when all rows before them are there
                 case ("tensors", str(state), str(name)):
                     if rank is self.first:
-                        out.plain(TensorKey(name, state), array)
+                        out.add_whole(TensorKey(name, state), array)
                 case _:
                     raise InputError(
                         f"{OURS}.{dotted(leaf)[:100]}: not a place that this version knows",
@@ -672,47 +769,50 @@ class _MegatronReading:
                         hint="written by a newer version of ckpt?",
                     )
 
-    def _optimizer(self, rank: _RankFiles, params: list[RankArray], out: Gathering) -> None:
+    def _add_optimizer(self, rank: _RankFiles, params: list[RankArray], out: Gathering) -> None:
         numbered = [pair for pair in rank.optimizer if pair[0][-1:] != ("scale",)]
         if is_layer_wise(self.args) and numbered:
-            self._shares(rank, params, out)
+            self._add_shares(rank, params, out)
             return
+
         content = self.optims.get(f"{rank.path}/{OPTIM_FILE}")
         if not numbered and content is None:
             return
+
         path = self.tree.display(f"{rank.path}/{MODEL_FILE}")
         optimizer = _RankOptimizer(self.job, rank.where, params, rank.extras.get("optimizer"), path, out)
         if numbered:
-            optimizer.numbered(numbered)
+            optimizer.add_numbered(numbered)
         if content is not None:
             self.unsafe += content.unsafe
             self.globals.update(dict.fromkeys(content.globals))
-            optimizer.flat(content.leaves)
+            optimizer.add_flat(content.leaves)
 
-    def _shares(self, rank: _RankFiles, params: list[RankArray], out: Gathering) -> None:
-        """What the data ranks of a layer-wise optimizer wrote beside a rank's model, whose own optimizer is one of
-        their shares again."""
+    def _add_shares(self, rank: _RankFiles, params: list[RankArray], out: Gathering) -> None:
+        """Add what the data ranks of a layer-wise optimizer wrote next to a rank's model file. The optimizer in the
+        model file is one of their shares again."""
         for share in shares_beside(rank.path, rank.where, self.degrees, self.optims, self.tree):
             path = self.tree.display(share.file)
             content = self.optims[share.file]
             stored = content.extras.get("value", content.extras) if isinstance(content.extras, dict) else content.extras
             optimizer = _RankOptimizer(self.job, rank.where, params, stored, path, out)
             leaves = [(leaf[1:] if leaf[:1] == ("value",) else leaf, array) for leaf, array in content.leaves]
-            optimizer.numbered(leaves, dealt(optimizer.members(), optimizer.chain, share.dense, share.experts))
+            optimizer.add_numbered(leaves, dealt(optimizer.members(), optimizer.chain, share.dense, share.experts))
             self.unsafe += content.unsafe
             self.globals.update(dict.fromkeys(content.globals))
 
-    def _steps(self) -> None:
+    def _check_steps(self) -> None:
         """Raise InconsistentCheckpoint E0379 when groups or ranks count other steps."""
-        seen: dict[float, str] = {}
+        path_by_step: dict[float, str] = {}
         for rank in self.ranks:
-            for one in chained(rank.extras.get("optimizer")):
-                for group in groups_of(one):
+            for optimizer in chained(rank.extras.get("optimizer")):
+                for group in groups_of(optimizer):
                     step = group.get("step")
                     if isinstance(step, int | float) and not isinstance(step, bool):
-                        seen.setdefault(float(step), f"{rank.path}/{MODEL_FILE}")
-        if len(seen) > 1:
-            (a, path), (b, other) = list(seen.items())[:2]
+                        path_by_step.setdefault(float(step), f"{rank.path}/{MODEL_FILE}")
+
+        if len(path_by_step) > 1:
+            (a, path), (b, other) = list(path_by_step.items())[:2]
             raise InconsistentCheckpoint(
                 f"the optimizer's step counters disagree: {a:g} and {b:g}",
                 code=STEPS,
@@ -725,29 +825,33 @@ class _MegatronReading:
     # -- the rest ------------------------------------------------------------------------------------------------------
 
     def _extras(self) -> dict[str, Any]:
-        out = {key: value for key, value in self.first.extras.items() if not _is_chunk(key) and key != OURS}
-        if "optimizer" in out:
-            out["optimizer"] = _without_params(out["optimizer"])
-        rng = self._rng()
-        out.pop("rng_state", None)
+        extras = {key: value for key, value in self.first.extras.items() if not _is_chunk(key) and key != OURS}
+        if "optimizer" in extras:
+            extras["optimizer"] = _without_params(extras["optimizer"])
+        rng = self._read_rng()
+        extras.pop("rng_state", None)
         if rng:
-            out["rng_state"] = rng
-        if scales := {folder: held for folder, held in self.scales.items() if held}:
-            out[EXTRA_STATES] = scales
+            extras["rng_state"] = rng
+
+        scales = {folder: rank_scales for folder, rank_scales in self.scales.items() if rank_scales}
+        if scales:
+            extras[EXTRA_STATES] = scales
         ours = self.first.extras.get(OURS)
         if isinstance(ours, dict) and isinstance(ours.get("extras"), dict):
-            out |= ours["extras"]
-        return out
+            extras |= ours["extras"]
+        return extras
 
-    def _rng(self) -> dict[str, Any]:
+    def _read_rng(self) -> dict[str, Any]:
         """RNG states by folder: {"mp_rank_00": [{...}]}, tensors as bytes."""
         if len(self.ranks) > RNG_RANKS:
             self.notes.append(Note("N0302", f"RNG states of {len(self.ranks)} ranks are not read", self.first.path))
             return {}
-        out = {}
+
+        states_by_folder = {}
         for rank in self.ranks:
             if "rng_state" not in rank.extras and not rank.rng:
                 continue
+
             values = []
             for leaf, array in rank.rng:
                 nbytes = array.dtype.nbytes(array.numel)
@@ -757,26 +861,27 @@ class _MegatronReading:
                     )
                     continue
                 values.append((leaf, read_array(self.tree, array)))
-            joined = join({"rng_state": rank.extras.get("rng_state", [])}, values)
-            out[rank.path.rpartition("/")[2]] = joined["rng_state"]
-        return out
+
+            states = join({"rng_state": rank.extras.get("rng_state", [])}, values)
+            states_by_folder[rank.path.rpartition("/")[2]] = states["rng_state"]
+        return states_by_folder
 
     def _files(self) -> tuple[str, ...]:
         every = [f"{rank.path}/{name}" for rank in self.ranks for name in (MODEL_FILE, OPTIM_FILE)]
         return (*(name for name in every if self.tree.exists(name)), *(f for f in self.optims if is_share(f)))
 
     def _hints(self) -> Hints:
-        states = {_template(key) for rank in self.ranks for key in _extra_states(rank)}
+        states = {_name_pattern(key) for rank in self.ranks for key in _extra_states(rank)}
         prefix = self.first.path.rpartition("/")[0] or self.tree.shown.rstrip("/").rpartition("/")[2]
+        containers = (names.container_of(name) for name in self.local)
+        has_mtp_model_layer = any(".mtp_model_layer." in name for name in self.local)
         return Hints.of(
             Degrees(**self.degrees),
             Globals.each(self.globals),
             MegatronHints(
                 te=any(names.is_fused_norm(name) for name in self.local),
-                container=next((found for name in self.local if (found := names.container_of(name))), None),
-                mtp_inner=next(
-                    (word for word in ("mtp_model_layer",) if any(f".{word}." in n for n in self.local)), None
-                ),
+                container=next((container for container in containers if container), None),
+                mtp_inner="mtp_model_layer" if has_mtp_model_layer else None,
                 extra_states=tuple(sorted(states)),
                 counts=tuple(self.stages.counts),
                 mtp=tuple(i for i, stage in enumerate(self.stages.chunks) if stage.mtp),
@@ -789,6 +894,15 @@ class _MegatronReading:
         )
 
 
+def _half_precision(arrays: Iterable[RankArray]) -> list[RankArray]:
+    """Those that have an fp32 master."""
+    return [array for array in arrays if array.dtype.bits == 16]
+
+
+def _has_item(groups: Sequence[Sequence[RankArray]], group: int, position: int) -> bool:
+    return group < len(groups) and position < len(groups[group])
+
+
 def _short(value: Any) -> str:
     return str(value)[:80]
 
@@ -798,34 +912,38 @@ def _rank_number(rank: _RankFiles) -> int | None:
     return value if type(value) is int else None
 
 
-def _guessed(folders: Mapping[str, tuple[int, ...]], ranks: Iterable[_RankFiles]) -> dict[str, int]:
+def _guess_degrees(folders: Mapping[str, tuple[int, ...]], ranks: Iterable[_RankFiles]) -> dict[str, int]:
     """Degrees from the folders' names, where no arguments state them: two numbers mean stages."""
     numbers = list(folders.values())
-    out = dict.fromkeys(("pp", "vpp", "ep", "dp", "cp"), 1)
-    out["tp"] = out["etp"] = max(n[0] for n in numbers) + 1
-    out["pp"] = max((n[1] for n in numbers if len(n) > 1), default=0) + 1
-    out["ep"] = max((n[2] for n in numbers if len(n) > 2), default=0) + 1
-    return out
+    degrees = dict.fromkeys(("pp", "vpp", "ep", "dp", "cp"), 1)
+    degrees["tp"] = degrees["etp"] = max(n[0] for n in numbers) + 1
+    degrees["pp"] = max((n[1] for n in numbers if len(n) > 1), default=0) + 1
+    degrees["ep"] = max((n[2] for n in numbers if len(n) > 2), default=0) + 1
+    return degrees
 
 
 def _without_params(optimizer: Any) -> Any:
-    """The optimizer's values without the numbers of parameters, which are another layout's."""
+    """The optimizer's values without the numbers of parameters, which hold for the source's layout alone."""
     if isinstance(optimizer, list):
         return [_without_params(one) for one in optimizer]
     if not isinstance(optimizer, dict):
         return optimizer
-    out = {key: value for key, value in optimizer.items() if key not in ("fp32_from_fp16_params", "state")}
+    values = {key: value for key, value in optimizer.items() if key not in ("fp32_from_fp16_params", "state")}
     for key in ("optimizer", "param_groups"):
-        value = out.get(key)
+        value = values.get(key)
         if key == "optimizer" and isinstance(value, dict):
-            out[key] = _without_params(value)
+            values[key] = _without_params(value)
         elif key == "param_groups" and isinstance(value, list):
-            out[key] = [{k: v for k, v in g.items() if k != "params"} if isinstance(g, dict) else g for g in value]
-    return out
+            values[key] = [_drop_params(group) for group in value]
+    return values
+
+
+def _drop_params(group: Any) -> Any:
+    return {key: value for key, value in group.items() if key != "params"} if isinstance(group, dict) else group
 
 
 def _plain_entries(rank: _RankFiles) -> list[tuple[str, Any]]:
-    """What a rank's model holds beside tensors."""
+    """What a rank's model holds other than tensors."""
     chunks = [chunk for name, chunk in rank.extras.items() if _is_chunk(name) and isinstance(chunk, dict)]
     return [(str(key), value) for chunk in chunks for key, value in chunk.items()]
 
@@ -837,6 +955,6 @@ def _extra_states(rank: _RankFiles) -> list[str]:
     return [key for key in stated if key.endswith("._extra_state")]
 
 
-def _template(name: str) -> str:
-    """The name with its numbers left open."""
+def _name_pattern(name: str) -> str:
+    """The name with `*` for each number, so that all layers have one pattern."""
     return ".".join("*" if word.isdecimal() else word for word in name.split("."))

@@ -1,8 +1,8 @@
 """Writing a legacy Megatron checkpoint: every rank's files, their pickles known before a value moves.
 
-The one idea: decisions first (`megatron.wanted`), then for each rank its arrays (`megatron.job`) and its part of the
-optimizer become a skeleton whose tensors are holes of known size. Which ranks: every
-existing pair of tensor and expert rank of every stage, since each of them reads a file of its own; data ranks share it.
+Decisions come first (`megatron.wanted`); then for each rank its arrays (`megatron.job`) and its part of the optimizer
+become a skeleton whose tensors are holes of known size. Which ranks: every existing pair of tensor and expert rank of
+every stage, since each of them reads a file of its own; data ranks share it.
 
     --tp 2 --pp 2, iteration 2:  iter_0000002/mp_rank_{00,01}_{000,001}/{model_optim_rng,distrib_optim}.pt
                                  latest_checkpointed_iteration.txt   "2"
@@ -13,7 +13,7 @@ out, by name.
 
 The optimizer's form is one for all ranks and follows from what there is. Flat buffers want fp32 master, exp_avg and
 exp_avg_sq of every parameter; numbered arrays take any states; what fits neither (an EMA, states of tensors that are no
-parameters) lies under a key of ours, cut like its parameter.
+parameters) is stored under a key of ours, cut like its parameter.
 
     states {master, exp_avg, exp_avg_sq} of all  -> distrib_optim.pt, when the job used the distributed optimizer
     the same and `step`, of torch's Adam      -> optimizer.state {0: {step, exp_avg, exp_avg_sq}}, fp32_from_fp16_params
@@ -21,8 +21,8 @@ parameters) lies under a key of ours, cut like its parameter.
 Groups carry the source's hyperparameters; one that is not there (experts', when they become parallel) is made from its
 twin.
 
-Specification: `systems.megatron.legacy.format`. Cost: some us a parameter, rank and state. What it does not do: move
-bytes."""
+Specification: `systems.megatron.legacy.format`. Cost: some us a parameter, rank and state; no value is read or
+written."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ from ckpt_tool.systems.megatron.wanted import Decided, decide
 
 OURS = "ckpt"
 MOST = 1 << 62  # an iteration: more is no number of steps, and would be a long name
-_OWN = frozenset(
+_RESERVED_KEYS = frozenset(
     {
         "args",
         "checkpoint_version",
@@ -92,18 +92,16 @@ def legacy_target(wanted: Wanted) -> Target:
 
 
 class _Form(NamedTuple):
-    """flat: distrib_optim.pt? inner: the inner dict alone (fp32 models)? states: those of numbered arrays. cut: (state
-    -> names) that lie under our key, cut like their parameter. whole: numbers of wanted tensors that lie there whole.
-    groups: of each chained optimizer. none: there is no optimizer."""
+    """How the optimizer is stored: one form for all ranks."""
 
-    flat: bool
-    inner: bool
-    masters: bool
-    states: tuple[str, ...]
-    cut: Mapping[str, frozenset[str]]
-    whole: tuple[int, ...]
-    groups: tuple[tuple[dict[str, Any], ...], ...]
-    none: bool
+    flat: bool  # in the flat buffers of distrib_optim.pt?
+    inner: bool  # the inner dict alone, as fp32 models have it?
+    masters: bool  # with fp32 masters of 16-bit parameters?
+    states: tuple[str, ...]  # those of numbered arrays
+    cut: Mapping[str, frozenset[str]]  # state -> names that are stored under our key, cut like their parameter
+    whole: tuple[int, ...]  # numbers of wanted tensors that are stored there whole
+    groups: tuple[tuple[dict[str, Any], ...], ...]  # of each chained optimizer
+    none: bool  # is there no optimizer?
 
 
 class _Link(NamedTuple):
@@ -114,8 +112,10 @@ class _Link(NamedTuple):
     at: int | None = None  # its number in the source's chain, None where that has no chain of two
 
     def holds(self, name: str, shape: Sequence[int], *, expert: bool) -> bool:
-        wanted = self.matrices is None or is_matrix(name, shape) == self.matrices
-        return wanted and (self.experts is None or expert == self.experts)
+        """Is the parameter one of this optimizer's?"""
+        fits_shape = self.matrices is None or is_matrix(name, shape) == self.matrices
+        fits_kind = self.experts is None or expert == self.experts
+        return fits_shape and fits_kind
 
 
 class _States:
@@ -127,35 +127,42 @@ class _States:
         self.params = {name for name in decided.model if not names.is_buffer(name)}
         self.values: Mapping[str, Mapping[str, Any]] = decided.wanted.extras.get(VALUES, {})
         self.says_adam = False  # do groups say now that they are Adam's?
-        self.form = self._form()
+        self.form = self._choose_form()
 
-    def _form(self) -> _Form:
-        held: dict[str, set[str]] = {}
+    def _choose_form(self) -> _Form:
+        names_by_state: dict[str, set[str]] = {}
         whole: list[int] = []
         for (state, name), number in self.at.items():
             if state in (MODEL, EXTRAS):
                 continue
             if name in self.params and self._fits(state, name, number):
-                held.setdefault(state, set()).add(name)
+                names_by_state.setdefault(state, set()).add(name)
             else:
                 whole.append(number)
+
+        # A state that can't be cut like its parameter, or has none, is stored whole.
         self._check_shapes()
-        flat = self.flat_form = self._flat(held)
-        masters = not flat and held.get(MASTER, set()) == self._half() != set()
-        numbered = () if flat else tuple(state for state in held if state not in (MASTER, EMA))
-        taken = {*FLAT} if flat else {*numbered, *([MASTER] if masters else [])}
+        flat = self.flat_form = self._can_be_flat(names_by_state)
+        half_precision = self._half_precision()
+        masters = not flat and bool(half_precision) and names_by_state.get(MASTER, set()) == half_precision
+
+        numbered = () if flat else tuple(state for state in names_by_state if state not in (MASTER, EMA))
+        optimizer_states = {*FLAT} if flat else {*numbered, *([MASTER] if masters else [])}
+
+        # What the optimizer's form has no place for goes under our key; scalars there are whole.
         cut = {}
-        for state, own in held.items():
-            if state in taken:
+        for state, state_names in names_by_state.items():
+            if state in optimizer_states:
                 continue
-            scalars = {name for name in own if self._scalar(state, name)}
+            scalars = {name for name in state_names if self._differs_in_shape(state, name)}
             whole += [self.at[state, name] for name in sorted(scalars)]
-            if own - scalars:
-                cut[state] = frozenset(own - scalars)
-        none = not any(state in held for state in taken)
+            if state_names - scalars:
+                cut[state] = frozenset(state_names - scalars)
+
+        none = not any(state in names_by_state for state in optimizer_states)
         return _Form(
             flat,
-            not flat and not masters and bool(numbered) and not self._half(),
+            not flat and not masters and bool(numbered) and not half_precision,
             masters,
             numbered,
             cut,
@@ -166,25 +173,26 @@ class _States:
 
     def _fits(self, state: str, name: str, number: int) -> bool:
         """Can the state be cut like its parameter, or is it a counter of it?"""
-        own = self.decided.tensor(number)
-        model = self.decided.tensor(self.decided.model[name])
-        uncut = self._uncut() and state not in (MASTER, EMA) and prod(own.shape) != 1
-        return own.shape == model.shape or (state == STEP and len(own.shape) == 0) or uncut
+        tensor = self.decided.tensor(number)
+        parameter = self.decided.tensor(self.decided.model[name])
+        is_kept_whole = self._keeps_parameters_whole() and state not in (MASTER, EMA) and prod(tensor.shape) != 1
+        is_counter = state == STEP and len(tensor.shape) == 0
+        return tensor.shape == parameter.shape or is_counter or is_kept_whole
 
-    def _uncut(self) -> bool:
-        """Is every parameter whole on its rank, under its own name?"""
+    def _keeps_parameters_whole(self) -> bool:
+        """Is every parameter whole on its rank, under its own name? Then a state of any shape can be kept with it."""
         job = self.decided.job
         return job.degrees["tp"] == job.degrees["etp"] == 1 and job.container != names.GROUPED
 
     def _check_shapes(self) -> None:
-        """Raise UsageError E0275 for states that have not their parameters' shapes, where these are cut: that of a
-        square matrix would be cut like it."""
-        if self._uncut():
+        """Raise UsageError E0275 for states that do not have their parameters' shapes, where parameters are cut: a
+        state of a square matrix, which happens to have its shape, would be cut like it."""
+        if self._keeps_parameters_whole():
             return
         for state, name in self.at:
             if state in (MODEL, MASTER, EMA, EXTRAS, STEP) or name not in self.params:
                 continue
-            if self._scalar(state, name) and prod(self.decided.tensor(self.at[state, name]).shape) != 1:
+            if self._differs_in_shape(state, name) and prod(self.decided.tensor(self.at[state, name]).shape) != 1:
                 raise UsageError(
                     f"--tp {self.decided.job.degrees['tp']}: no rule says how tensor ranks share {name} [{state}], "
                     "which does not have its parameter's shape",
@@ -193,19 +201,25 @@ class _States:
                     hint=f"write with --tp 1, or leave it out with --drop {state}",
                 )
 
-    def _scalar(self, state: str, name: str) -> bool:
+    def _differs_in_shape(self, state: str, name: str) -> bool:
+        """Does the state have another shape than its parameter?"""
         return self.decided.tensor(self.at[state, name]).shape != self.decided.tensor(self.decided.model[name]).shape
 
-    def _half(self) -> set[str]:
+    def _half_precision(self) -> set[str]:
+        """Parameters of 16 bits, which have an fp32 master."""
         return {name for name in self.params if self.decided.tensor(self.decided.model[name]).dtype.bits == 16}
 
-    def _flat(self, held: Mapping[str, set[str]]) -> bool:
-        whole = bool(self.params) and all(held.get(state) == self.params for state in FLAT)
-        exact = whole and all(
+    def _can_be_flat(self, names_by_state: Mapping[str, set[str]]) -> bool:
+        """Do the states fill flat fp32 buffers without a hole, and does the job want them so?"""
+        is_complete = bool(self.params) and all(names_by_state.get(state) == self.params for state in FLAT)
+        is_fp32 = is_complete and all(
             self.decided.tensor(self.at[state, name]).dtype == F32 for state in FLAT for name in self.params
         )
+
+        # Flat buffers have no place for a step of each parameter.
         stated = self.decided.distributed
-        return exact and (stated if stated is not None else STEP not in held)
+        wants_flat = stated if stated is not None else STEP not in names_by_state
+        return is_fp32 and wants_flat
 
     # -- groups --------------------------------------------------------------------------------------------------------
 
@@ -231,17 +245,19 @@ class _States:
         return any("wd_mult" in group for one in chained(optimizer) for group in groups_of(one))
 
     def _groups(self) -> tuple[tuple[dict[str, Any], ...], ...]:
-        every = [groups_of(one) for one in chained(self.decided.wanted.extras.get("optimizer"))]
+        source_groups = [groups_of(optimizer) for optimizer in chained(self.decided.wanted.extras.get("optimizer"))]
         facts = self.decided.job.facts
-        out = list[tuple[dict[str, Any], ...]]()
+        groups_by_link = list[tuple[dict[str, Any], ...]]()
         for link in self.chains:
-            own = every if link.at is None else [every[link.at]]
-            stored = [group for groups in own for group in groups if "wd_mult" in group]
-            out.append(tuple(groups_for(stored, self._keys(link), facts, experts=bool(link.experts))))
-        self.says_adam = say_adam(out)
-        return tuple(out)
+            # A chain of two keeps its order; any other source may have the link's groups in any of its optimizers.
+            candidates = source_groups if link.at is None else [source_groups[link.at]]
+            stored = [group for groups in candidates for group in groups if "wd_mult" in group]
+            link_groups = groups_for(stored, self._group_keys(link), facts, experts=bool(link.experts))
+            groups_by_link.append(tuple(link_groups))
+        self.says_adam = say_adam(groups_by_link)
+        return tuple(groups_by_link)
 
-    def _keys(self, link: _Link) -> set[GroupKey]:
+    def _group_keys(self, link: _Link) -> set[GroupKey]:
         keys = set()
         for name in self.params:
             tensor = self.decided.tensor(self.decided.model[name])
@@ -251,10 +267,13 @@ class _States:
 
     # -- a rank's ------------------------------------------------------------------------------------------------------
 
-    def _chained(self, arrays: Iterable[RankArray]) -> list[list[RankArray]]:
+    def _parameters_by_link(self, arrays: Iterable[RankArray]) -> list[list[RankArray]]:
         """A rank's trainable parameters, by chained optimizer."""
-        own = [array for array in arrays if not names.is_buffer(array.names[0])]
-        return [[a for a in own if link.holds(a.local, a.shape, expert=a.expert)] for link in self.chains]
+        params = [array for array in arrays if not names.is_buffer(array.names[0])]
+        by_link: list[list[RankArray]] = []
+        for link in self.chains:
+            by_link.append([array for array in params if link.holds(array.local, array.shape, expert=array.expert)])
+        return by_link
 
     def parts(self, array: RankArray, state: str, at: int = 0) -> list[StoragePart]:
         """Where the values of `state` come from. at: where the array begins in its storage, in elements."""
@@ -264,80 +283,100 @@ class _States:
             if (state, name) in self.at
         ]
 
-    def numbered(self, arrays: Iterable[RankArray], composer: TorchComposer) -> list[dict[str, Any]]:
-        """The optimizers of a rank, by chain: with the numbered arrays, or the groups alone beside flat buffers."""
-        out: list[dict[str, Any]] = []
-        for params, groups in zip(self._chained(arrays), self.form.groups, strict=True):
+    def compose_optimizers(self, arrays: Iterable[RankArray], composer: TorchComposer) -> list[dict[str, Any]]:
+        """The optimizers of a rank, by chain: with the numbered arrays, or the groups alone if there are flat
+        buffers."""
+        optimizers: list[dict[str, Any]] = []
+        for params, groups in zip(self._parameters_by_link(arrays), self.form.groups, strict=True):
             if self.form.flat:
-                out.append({"optimizer": {"param_groups": [dict(group) for group in groups]}})
+                optimizers.append({"optimizer": {"param_groups": [dict(group) for group in groups]}})
                 continue
+
+            # Parameters are numbered group by group, through all groups of an optimizer.
             members = members_of(groups, params, self.decided.job.facts) or []
             entries = dict[int, Any]()
             listed = list[dict[str, Any]]()
             number = 0
-            for group, own in zip(groups, members, strict=True):
-                listed.append({**group, "params": list(range(number, number + len(own)))})
-                for array in own:
+            for group, group_params in zip(groups, members, strict=True):
+                listed.append({**group, "params": list(range(number, number + len(group_params)))})
+                for array in group_params:
                     states = [state for state in self.form.states if (state, array.names[0]) in self.at]
                     values = self.values.get(array.names[0], {})
                     if states or values:
-                        entries[number] = {**values, **{state: self._array(array, state, composer) for state in states}}
+                        entries[number] = {
+                            **values,
+                            **{state: self._compose_state(array, state, composer) for state in states},
+                        }
                     number += 1
-            inner = {"state": entries, "param_groups": listed}
-            if self.form.inner:
-                out.append(inner)
-                continue
-            one: dict[str, Any] = {"optimizer": inner}
-            if self.form.masters:
-                one["fp32_from_fp16_params"] = [
-                    [self._array(array, MASTER, composer) for array in own if array.dtype.bits == 16] for own in members
-                ]
-            out.append(one)
-        return out
 
-    def _array(self, array: RankArray, state: str, composer: TorchComposer) -> Any:
+            inner = {"state": entries, "param_groups": listed}
+
+            if self.form.inner:
+                optimizers.append(inner)
+                continue
+            optimizer: dict[str, Any] = {"optimizer": inner}
+            if self.form.masters:
+                optimizer["fp32_from_fp16_params"] = [self._masters(group, composer) for group in members]
+            optimizers.append(optimizer)
+        return optimizers
+
+    def _masters(self, group: Iterable[RankArray], composer: TorchComposer) -> list[Any]:
+        return [self._compose_state(array, MASTER, composer) for array in group if array.dtype.bits == 16]
+
+    def _compose_state(self, array: RankArray, state: str, composer: TorchComposer) -> Any:
         number = self.at[state, array.names[0]]
         tensor = self.decided.tensor(number)
-        if self._scalar(state, array.names[0]):
+        if self._differs_in_shape(state, array.names[0]):
             return composer.tensor(tensor.shape, tensor.dtype, [StoragePart(number, whole(tensor.shape), 0)])
         return composer.tensor(array.shape, tensor.dtype, self.parts(array, state))
 
-    def cut(self, arrays: Iterable[RankArray], composer: TorchComposer) -> dict[int, dict[str, dict[str, Any]]]:
+    def compose_cut_states(
+        self, arrays: Iterable[RankArray], composer: TorchComposer
+    ) -> dict[int, dict[str, dict[str, Any]]]:
         """The states under our key: {chunk: {state: {the rank's name: tensor}}}."""
         out: dict[int, dict[str, dict[str, Any]]] = {}
         for array in arrays if self.form.cut else ():
-            for state, own in self.form.cut.items():
-                if array.names[0] in own:
-                    made = self._array(array, state, composer)
-                    out.setdefault(array.chunk, {}).setdefault(state, {})[array.local] = made
+            for state, state_names in self.form.cut.items():
+                if array.names[0] in state_names:
+                    tensor = self._compose_state(array, state, composer)
+                    out.setdefault(array.chunk, {}).setdefault(state, {})[array.local] = tensor
         return out
 
-    def flat(
+    def compose_flat(
         self, rank: MegatronRank, arrays: Iterable[RankArray], holds: Sequence[bool], composer: TorchComposer
     ) -> Any:
         """The value of `distrib_optim.pt`: a chain's dict, or the list [dense, experts] with None where the file of
-        another rank holds it. holds: which chains are this file's."""
-        made: list[Any] = []
-        for link, params, held in zip(self.chains, self._chained(arrays), holds, strict=True):
-            if not held:
-                made.append(None)
+        another rank holds it.
+
+        Args:
+            rank: whose file it is.
+            arrays: the rank's.
+            holds: which chains are this file's.
+            composer: of the file.
+        """
+        values: list[Any] = []
+        for link, params, is_held in zip(self.chains, self._parameters_by_link(arrays), holds, strict=True):
+            if not is_held:
+                values.append(None)
                 continue
+
             buckets = bucketing_of(self.decided.job, experts=bool(link.experts))
-            one: dict[Any, Any] = {"buckets_coalesced": True}
+            buffers: dict[Any, Any] = {"buckets_coalesced": True}
             for number, buffer in enumerate(lay_buffers(params, self.decided.job, rank.pp, buckets, F32)):
-                world: dict[str, Any] = {}
+                states: dict[str, Any] = {}
                 for state in FLAT:
                     parts = [
                         part
-                        for at, member in enumerate(buffer.members)
-                        for part in self.parts(member, state, buffer.flat.coalesced(at))
+                        for position, member in enumerate(buffer.members)
+                        for part in self.parts(member, state, buffer.flat.coalesced(position))
                     ]
-                    world["param" if state == MASTER else state] = composer.tensor((buffer.flat.unpadded,), F32, parts)
-                world["numel_unpadded"] = buffer.flat.unpadded
+                    states["param" if state == MASTER else state] = composer.tensor((buffer.flat.unpadded,), F32, parts)
+
+                states["numel_unpadded"] = buffer.flat.unpadded
                 pair = (Symbol(f"torch.{buffer.dtype.torch}"), Symbol(f"torch.{buffer.grads.torch}"))
-                one[number] = {pair: world}
-            made.append(one)
-        return made if len(made) > 1 else made[0]
+                buffers[number] = {pair: states}
+            values.append(buffers)
+        return values if len(values) > 1 else values[0]
 
 
 class _Writing:
@@ -351,12 +390,12 @@ class _Writing:
         self.ranks = JobRanks(self.job, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
         self.states = _States(decided)
         self.notes = [*decided.notes, *([SAYS_ADAM] if self.states.says_adam else [])]
-        self.iteration = self._iteration()
+        self.iteration = self._choose_iteration()
         self.folder = RELEASE if self.iteration is None else f"{step_name(self.iteration)}/"
-        self.args = self._args()
-        self.rng = self._rng()
-        self.scales = self._scales()
-        self.common = self._common()
+        self.args = self._choose_args()
+        self.rng = self._choose_rng()
+        self.scales = self._choose_scales()
+        self.common = self._choose_common()
         self.scale, self.placed, self.kept = self._extra_tensors()
         if self.states.form.none and _States.is_ours(self.extras.get("optimizer")):
             self.notes.append("the optimizer's hyperparameters are left out: none of its states are written")
@@ -367,47 +406,59 @@ class _Writing:
         tp = degrees["tp"]
         ep = degrees["ep"]
         etp = degrees["etp"]
+
+        # The pairs of ranks that write the flat buffers of dense and of experts' parameters: others would repeat them.
         existing = pairs(degrees)
-        dense = {(r % tp, r // etp % ep) for r in range(tp)}
-        experts = {(r % tp, r // etp % ep) for r in range(min(ep * etp, stage_ranks(degrees)))}
+        dense = {(stage_rank % tp, stage_rank // etp % ep) for stage_rank in range(tp)}
+        experts = {
+            (stage_rank % tp, stage_rank // etp % ep) for stage_rank in range(min(ep * etp, stage_ranks(degrees)))
+        }
+
         for pp in range(degrees["pp"]):
-            for (t, e), r in sorted(existing.items()):
-                rank = MegatronRank(folder_name(t, pp, e, degrees), t, pp, e, r % etp)
+            for (tp_rank, ep_rank), stage_rank in sorted(existing.items()):
+                rank = MegatronRank(folder_name(tp_rank, pp, ep_rank, degrees), tp_rank, pp, ep_rank, stage_rank % etp)
                 arrays = self.ranks.arrays(rank)
-                files.append(self._model_file(rank, arrays, pp * stage_ranks(degrees) + r, first=not files))
-                holds = [(t, e) in dense, (t, e) in experts][: len(self.states.chains)]
+                files.append(self._model_file(rank, arrays, pp * stage_ranks(degrees) + stage_rank, first=not files))
+
+                holds = [(tp_rank, ep_rank) in dense, (tp_rank, ep_rank) in experts][: len(self.states.chains)]
                 if self.states.form.flat and any(holds):
                     composer = TorchComposer()
-                    value = self.states.flat(rank, arrays, holds, composer)
+                    value = self.states.compose_flat(rank, arrays, holds, composer)
                     files.append(composer.file(f"{self.folder}{rank.path}/{OPTIM_FILE}", value))
+
         files.append(pointer_to(self.folder))
         files += self.decided.wanted.side_file_copies()
         return Target("megatron", tuple(files), None, tuple(dict.fromkeys(self.notes)))
 
     # -- values that all ranks share -----------------------------------------------------------------------------------
 
-    def _iteration(self) -> int | None:
-        stated = self.extras.get("iteration")
-        if type(stated) is int and 0 <= stated < MOST and not (self.decided.release and stated == 0):
-            return stated
+    def _choose_iteration(self) -> int | None:
+        iteration = self.extras.get("iteration")
+        if type(iteration) is int and 0 <= iteration < MOST and not (self.decided.release and iteration == 0):
+            return iteration
         if self.decided.release:
             return None
-        steps = {g.get("step") for one in chained(self.extras.get("optimizer")) for g in groups_of(one)}
+
+        # Other systems count steps: in a group of the optimizer, or among the extras.
+        steps = set()
+        for optimizer in chained(self.extras.get("optimizer")):
+            steps |= {group.get("step") for group in groups_of(optimizer)}
         steps |= {self.extras.get(name) for name in ("step", "global_step")}
-        known = [
+        valid_steps = [
             int(step)
             for step in steps
             if isinstance(step, int | float) and not isinstance(step, bool) and 0 <= step < MOST
         ]
-        if len(known) == 1:
-            self.notes.append(f"the source names no iteration: its step {known[0]} is taken")
-            return known[0]
+        if len(valid_steps) == 1:
+            self.notes.append(f"the source names no iteration: its step {valid_steps[0]} is taken")
+            return valid_steps[0]
+
         if self.states.form.none:
             return None
         self.notes.append("the source names no iteration: 0 is written")
         return 0
 
-    def _args(self) -> dict[str, Any]:
+    def _choose_args(self) -> dict[str, Any]:
         """The source's arguments as far as they can be written, or the few that a reader needs."""
         decided = self.decided
         facts = self.job.facts
@@ -422,10 +473,13 @@ class _Writing:
             sizes["untie_embeddings_and_output_weights"] = not facts.tied
         if "use_distributed_optimizer" in decided.args and not self.states.form.none:
             sizes["use_distributed_optimizer"] = self.states.form.flat
+
         if is_layer_wise(decided.args) and not self.states.form.none:
             self.notes.append(WHOLE)
             sizes |= {"optimizer": str(decided.args.get("optimizer")).removeprefix("dist_")}
-            sizes |= {key: False for key in ("use_layer_wise_distributed_optimizer",) if key in decided.args}
+            if "use_layer_wise_distributed_optimizer" in decided.args:
+                sizes["use_layer_wise_distributed_optimizer"] = False
+
         if not decided.args:
             self.notes.append("the source has no Megatron arguments: degrees and sizes alone are written into args")
             return sizes | {
@@ -435,19 +489,20 @@ class _Writing:
                 "multi_latent_attention": facts.mla,
                 "transformer_impl": "transformer_engine" if self.job.te else "local",
             }
-        out = written_of({**decided.args, **sizes}, ARGS_LEFT, self.notes)
+        args = written_of({**decided.args, **sizes}, ARGS_LEFT, self.notes)
         if facts.mtp != (decided.args.get("mtp_num_layers") or 0):
-            out["mtp_num_layers"] = facts.mtp or None
-        return out
+            args["mtp_num_layers"] = facts.mtp or None
+        return args
 
-    def _rng(self) -> Mapping[str, Any]:
+    def _choose_rng(self) -> Mapping[str, Any]:
         """RNG states by folder, when they are of this very layout."""
         stored = self.extras.get("rng_state")
         if not stored:
             if can_resume(self.decided.wanted.tensors):
                 self.notes.append(note_of_missing(NO_STATES))
             return {}
-        if not (isinstance(stored, Mapping) and all(isinstance(k, str) and k.startswith("mp_rank_") for k in stored)):
+
+        if not isinstance(stored, Mapping) or not all(_is_rank_folder(key) for key in stored):
             self.notes.append(note_of_missing("they have another format"))
             return {}
         if not self.decided.same_layout:
@@ -455,40 +510,42 @@ class _Writing:
             return {}
         return stored
 
-    def _scales(self) -> Mapping[str, Any]:
+    def _choose_scales(self) -> Mapping[str, Any]:
         """Extra states with FP8 scales by folder, when they are of these very ranks."""
         stored = self.extras.get(EXTRA_STATES)
         if not isinstance(stored, Mapping) or not stored:
             return {}
-        own = self.decided.wanted.hints.get(MegatronHints)
-        if own is not None and own.counts == tuple(self.job.stages.counts) and self.decided.same_ranks:
+        source = self.decided.wanted.hints.get(MegatronHints)
+        if source is not None and source.counts == tuple(self.job.stages.counts) and self.decided.same_ranks:
             return stored
         first = next(iter(stored))
         self.notes.append(f"the {LEFT} those of {first}: they belong to the ranks of another layout, or of torch_dist")
         return {}
 
-    def _common(self) -> dict[str, Any]:
-        """Extras that stand beside the model in every file; what can't be written is named."""
-        own = {key: value for key, value in self.extras.items() if key not in _OWN and not str(key).startswith("model")}
-        return written_of(own, EXTRAS_LEFT, self.notes)
+    def _choose_common(self) -> dict[str, Any]:
+        """Extras that are written next to the model in every file; what can't be written is named."""
+        common = {
+            key: value
+            for key, value in self.extras.items()
+            if key not in _RESERVED_KEYS and not str(key).startswith("model")
+        }
+        return written_of(common, EXTRAS_LEFT, self.notes)
 
     def _extra_tensors(self) -> tuple[int | None, list[tuple[tuple[str | int, ...], int]], list[int]]:
         """Tensors among the extras: (the loss scale, those with a place of their own, those under our key)."""
         scale = None
         placed = []
         kept = []
+        is_from_megatron = self.decided.wanted.source_format == "megatron"
         for number, tensor in enumerate(self.decided.wanted.tensors):
             if tensor.key.state != EXTRAS:
                 continue
             path = tensor.path
+
+            # Only a checkpoint of this very format says where its tensors belong.
             if path[:1] == ("optimizer",) and path[-2:] == _SCALE and not self.states.form.none:
                 scale = number if scale is None else scale
-            elif (
-                self.decided.wanted.source_format == "megatron"
-                and path
-                and path[0] not in _OWN
-                and path[0] in self.extras
-            ):
+            elif is_from_megatron and path and path[0] not in _RESERVED_KEYS and path[0] in self.extras:
                 placed.append((path, number))
             else:
                 kept.append(number)
@@ -499,117 +556,131 @@ class _Writing:
     def _model_file(self, rank: MegatronRank, arrays: list[RankArray], number: int, *, first: bool) -> TargetFile:
         composer = TorchComposer()
         args = updated(self.args, self.job.degrees, self.job.stages, number)
-        out: dict[Any, Any] = {"args": Opaque(NAMESPACE, (), args)}
-        out["checkpoint_version"] = self.extras.get("checkpoint_version", 3.0)
-        out["iteration"] = self.iteration or 0
+
+        content: dict[Any, Any] = {"args": Opaque(NAMESPACE, (), args)}
+        content["checkpoint_version"] = self.extras.get("checkpoint_version", 3.0)
+        content["iteration"] = self.iteration or 0
+
         for chunk in range(self.job.stages.vpp):
             key = "model" if self.job.stages.vpp == 1 else f"model{chunk}"
             scales = self.scales.get(rank.path, {}).get(str(chunk), {})
-            model = out[key] = self._model([array for array in arrays if array.chunk == chunk], scales, composer)
+            model = content[key] = self._compose_model(
+                [array for array in arrays if array.chunk == chunk], scales, composer
+            )
             if self.job.facts.tied and self.job.stages.of(rank.pp, chunk).head:
                 model.setdefault("output_layer._extra_state", None)  # the layer is there, its weight is the embedding's
-        if not self.states.form.none:
-            out["optimizer"] = self._optimizer(arrays, composer)
-        common = join(self.common, [(path, self._whole(at, composer)) for path, at in self.placed])
-        out |= common
-        if rank.path in self.rng:
-            out["rng_state"] = tensors_of_rng(self.rng[rank.path], composer.value, inside=True)
-        ours = self._ours(arrays, composer, first=first)
-        if ours:
-            out[OURS] = ours
-        return composer.file(f"{self.folder}{rank.path}/{MODEL_FILE}", out)
 
-    def _model(self, arrays: list[RankArray], scales: Mapping[str, Any], composer: TorchComposer) -> OrderedMap:
-        """The model's dict, extra states (None, or the source's scales) behind the parameters of their modules."""
-        out = OrderedMap()
-        last: dict[str, str] = {}
+        if not self.states.form.none:
+            content["optimizer"] = self._compose_optimizer(arrays, composer)
+        common = join(self.common, [(path, self._compose_whole(at, composer)) for path, at in self.placed])
+        content |= common
+
+        if rank.path in self.rng:
+            content["rng_state"] = tensors_of_rng(self.rng[rank.path], composer.value, inside=True)
+        ours = self._compose_ours(arrays, composer, first=first)
+        if ours:
+            content[OURS] = ours
+        return composer.file(f"{self.folder}{rank.path}/{MODEL_FILE}", content)
+
+    def _compose_model(self, arrays: list[RankArray], scales: Mapping[str, Any], composer: TorchComposer) -> OrderedMap:
+        """The model's dict, with extra states (None, or the source's scales) after the parameters of their modules."""
+        model = OrderedMap()
+        last_of_module: dict[str, str] = {}
+
         for array in arrays:
-            last[array.local.rpartition(".")[0]] = array.local
-        behind = {local: module for module, local in last.items() if self._has_extra_state(module)}
+            last_of_module[array.local.rpartition(".")[0]] = array.local
+        module_by_last = {local: module for module, local in last_of_module.items() if self._has_extra_state(module)}
         for array in arrays:
-            out[array.local] = composer.tensor(array.shape, array.dtype, self.states.parts(array, MODEL))
-            if array.local in behind:
-                name = f"{behind[array.local]}.{NAME}"
+            model[array.local] = composer.tensor(array.shape, array.dtype, self.states.parts(array, MODEL))
+            if array.local in module_by_last:
+                name = f"{module_by_last[array.local]}.{NAME}"
                 value = scales.get(name)
-                out[name] = tensors_of_rng(value, composer.value, inside=isinstance(value, bytes))
-        return out
+                model[name] = tensors_of_rng(value, composer.value, inside=isinstance(value, bytes))
+        return model
 
     def _has_extra_state(self, module: str) -> bool:
-        known = self.decided.extra_states
-        if known is not None:
-            return ".".join("*" if w.isdecimal() else w for w in module.split(".")) + "._extra_state" in known
-        layered = names.stem(module).startswith(("decoder.", "encoder.", "mtp.", "output_layer"))
-        layered |= names.is_tower(module) and not names.is_foreign(module)
-        return layered and module.rpartition(".")[2] in {*names.LINEARS, "output_layer"}
+        """Has the module an extra state? As the source shows it, else as Transformer Engine's linears have one."""
+        source_patterns = self.decided.extra_states
+        if source_patterns is not None:
+            pattern = ".".join("*" if word.isdecimal() else word for word in module.split("."))
+            return f"{pattern}._extra_state" in source_patterns
+        is_in_layer = names.stem(module).startswith(("decoder.", "encoder.", "mtp.", "output_layer"))
+        is_in_megatron_tower = names.is_tower(module) and not names.is_foreign(module)
+        is_linear = module.rpartition(".")[2] in {*names.LINEARS, "output_layer"}
+        return (is_in_layer or is_in_megatron_tower) and is_linear
 
-    def _optimizer(self, arrays: list[RankArray], composer: TorchComposer) -> Any:
-        made = self.states.numbered(arrays, composer)
-        scaler = next(
-            (
-                one["grad_scaler"]
-                for one in chained(self.extras.get("optimizer"))
-                if isinstance(one, dict) and isinstance(one.get("grad_scaler"), dict)
-            ),
-            None,
-        )
-        for one in made:
-            if (scaler is None and self.scale is None) or "optimizer" not in one:
+    def _compose_optimizer(self, arrays: list[RankArray], composer: TorchComposer) -> Any:
+        optimizers = self.states.compose_optimizers(arrays, composer)
+        scaler = self._source_scaler()
+        for optimizer in optimizers:
+            if (scaler is None and self.scale is None) or "optimizer" not in optimizer:
                 continue
-            own = dict(scaler or {})
-            scale = {} if self.scale is None else {"scale": self._whole(self.scale, composer)}
-            masters = {
-                key: one.pop(key) for key in ("fp32_from_fp16_params",) if key in one
-            }  # Megatron's order of keys
-            one |= {"grad_scaler": scale | own} | masters
-        return made if len(made) > 1 else made[0]
+            scale = {} if self.scale is None else {"scale": self._compose_whole(self.scale, composer)}
 
-    def _tail(self, composer: TorchComposer) -> dict[str, dict[str, Any]]:
+            # In Megatron's order of keys: masters come after the scaler.
+            masters = optimizer.pop("fp32_from_fp16_params", None)
+            optimizer["grad_scaler"] = scale | (scaler or {})
+            if masters is not None:
+                optimizer["fp32_from_fp16_params"] = masters
+        return optimizers if len(optimizers) > 1 else optimizers[0]
+
+    def _source_scaler(self) -> dict[str, Any] | None:
+        """fp16's loss scaler, one for all chained optimizers."""
+        for optimizer in chained(self.extras.get("optimizer")):
+            if isinstance(optimizer, dict) and isinstance(optimizer.get("grad_scaler"), dict):
+                return dict(optimizer["grad_scaler"])
+        return None
+
+    def _compose_vocabulary_tail(self, composer: TorchComposer) -> dict[str, dict[str, Any]]:
         """Rows of vocabularies that Megatron does not load at this tensor parallel size: {state: {name: tensor}}."""
         kept = self.job.kept
-        every = self.decided.all_rows
+        all_rows = self.decided.all_rows
         out: dict[str, dict[str, Any]] = {}
         for number, tensor in enumerate(self.decided.wanted.tensors):
-            if kept is None or every is None or kept >= every or not is_vocabulary(tensor.key.name):
+            if kept is None or all_rows is None or kept >= all_rows or not is_vocabulary(tensor.key.name):
                 continue
-            if tensor.shape[:1] == (every,):
-                shape = (every - kept, *tensor.shape[1:])
+            if tensor.shape[:1] == (all_rows,):
+                shape = (all_rows - kept, *tensor.shape[1:])
                 box = Box((kept, *(0,) * (len(shape) - 1)), shape)
-                made = composer.tensor(shape, tensor.dtype, [StoragePart(number, box, 0)])
-                out.setdefault(tensor.key.state, {})[tensor.key.name] = made
+                tail = composer.tensor(shape, tensor.dtype, [StoragePart(number, box, 0)])
+                out.setdefault(tensor.key.state, {})[tensor.key.name] = tail
         return out
 
-    def _whole(self, number: int, composer: TorchComposer) -> Any:
+    def _compose_whole(self, number: int, composer: TorchComposer) -> Any:
         tensor = self.decided.tensor(number)
         return composer.tensor(tensor.shape, tensor.dtype, [StoragePart(number, whole(tensor.shape), 0)])
 
-    def _ours(self, arrays: list[RankArray], composer: TorchComposer, *, first: bool) -> dict[str, Any]:
+    def _compose_ours(self, arrays: list[RankArray], composer: TorchComposer, *, first: bool) -> dict[str, Any]:
         """What Megatron has no place for; whole tensors and extras in the first file alone."""
-        out: dict[str, Any] = {}
-        cut = self.states.cut(arrays, composer)
-        if cut:
-            out["states"] = cut
+        ours: dict[str, Any] = {}
+        cut_states = self.states.compose_cut_states(arrays, composer)
+        if cut_states:
+            ours["states"] = cut_states
         if not first:
-            return out
+            return ours
+
         tensors: dict[str, dict[str, Any]] = {}
         for number in (*self.states.form.whole, *self.kept):
             key = self.decided.tensor(number).key
-            tensors.setdefault(key.state, {})[key.name] = self._whole(number, composer)
+            tensors.setdefault(key.state, {})[key.name] = self._compose_whole(number, composer)
         if tensors:
-            out["tensors"] = tensors
+            ours["tensors"] = tensors
+
         extras: dict[str, Any] = {}
         optimizer = self.extras.get("optimizer")
         if optimizer is not None and not _States.is_ours(optimizer) and writable(optimizer):
             extras["optimizer"] = optimizer
+
         rows = self.job.rows
         kept = self.job.kept
         if rows is not None and kept is not None and rows > kept:
-            out["vocab_rows"] = kept
-        tail = self._tail(composer)
+            ours["vocab_rows"] = kept
+        tail = self._compose_vocabulary_tail(composer)
         if tail:
-            out["vocab_tail"] = tail
+            ours["vocab_tail"] = tail
         if extras:
-            out["extras"] = extras
-        return out
+            ours["extras"] = extras
+        return ours
 
 
 WHOLE = (
@@ -626,6 +697,10 @@ def written_of(values: Mapping[Any, Any], line: str, notes: list[str]) -> dict[A
     if refused:
         notes.append(line.format(", ".join(map(str, refused[:20]))))
     return {key: value for key, value in values.items() if key not in refused}
+
+
+def _is_rank_folder(key: Any) -> bool:
+    return isinstance(key, str) and key.startswith("mp_rank_")
 
 
 def writable(value: Any) -> bool:
