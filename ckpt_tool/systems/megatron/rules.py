@@ -344,6 +344,7 @@ def sections_of(shapes: Mapping[str, tuple[int, ...]], facts: MegatronFacts) -> 
         if not sizes or candidates:  # unknown, or layers differ
             continue
         a, b, c = sizes
+        in_proj: tuple[int, ...]
         if kind == MAMBA:
             in_proj = (a, a, b, b, c)
             conv1d = (a, b, b)
