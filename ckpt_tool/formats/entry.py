@@ -80,6 +80,9 @@ class System(NamedTuple):
     dialects: tuple[Dialect, ...] = ()
     passes: tuple[SystemPass, ...] = ()
     options: str = ""  # the class of the option group in `options.py` of the system's folder, "" for none
+    # `module:function` in the system's folder: what its files state of the model in words of their own, as a
+    # `sources.config.ModelConfig` of an open source; "" for a system whose files leave that to config.json
+    config_reader: str = ""
 
 
 @cache
@@ -122,6 +125,14 @@ def option_groups() -> tuple[type, ...]:
         for folder, system in systems().items()
         if system.options
     )
+
+
+def config_readers() -> Iterator[tuple[str, str]]:
+    """(module, function) of each system that reads a model's config from files of its own."""
+    for folder, system in systems().items():
+        if system.config_reader:
+            module, _, function = system.config_reader.partition(":")
+            yield f"{SYSTEMS}.{folder}.{module}", function
 
 
 def passes_at(place: Place) -> Iterator[tuple[str, SystemPass]]:

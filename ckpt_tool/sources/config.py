@@ -3,9 +3,9 @@
 In the hub's words it comes from `--config`, config.json, or Megatron's arguments:
 
     config.json beside the weights               as it is
-    Meta's params.json, nothing beside           what it says (`systems.meta.config`)
-    GGUF's metadata, nothing beside              what it says (`systems.llamacpp.config`)
-    Megatron's arguments, nothing beside         what they say (`families.config.translation`)
+    Meta's params.json, nothing next to it       what it says (`systems.meta.source_config`)
+    GGUF's metadata, nothing next to it          what it says (`systems.llamacpp.source_config`)
+    Megatron's arguments, nothing next to them        what they say (`families.config.translation`)
     both                                         config.json, with what the arguments say otherwise, noted
 
 A Megatron job may have trained on with another context or rope, and then its arguments are right and the file that was
@@ -16,15 +16,14 @@ What it does not do: run anything, or write (`conversion.side_files`).
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckpt_tool.core.hints import Stated
-from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CorruptFile, InputError, UsageError, wrap_os_error
+from ckpt_tool.formats.entry import config_readers
 from ckpt_tool.formats.hub_folder.model_files import NESTED, is_sidefile
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.storage.source import Tree
@@ -178,15 +177,14 @@ _NEEDED = ("num_layers", "hidden_size", "num_attention_heads")  # arguments with
 
 
 class ModelConfig(NamedTuple):
-    """config: in the hub's words, None where nothing states it. notes: for the report. file: is config.json there?
-    asked: is it what --config names? origin: what it comes from, in words. foreign: why no family may be told by names
-    alone: the files say that they are of a model that none is."""
+    """The model's config, and where it comes from."""
 
-    config: Mapping[str, Any] | None
-    notes: tuple[str, ...] = ()
-    file: bool = False
-    asked: bool = False
-    origin: str = NAME
+    config: Mapping[str, Any] | None  # in the hub's words, None where nothing states it
+    notes: tuple[str, ...] = ()  # for the report
+    file: bool = False  # is config.json there?
+    asked: bool = False  # is it what --config names?
+    origin: str = NAME  # what it comes from, in words
+    # why no family may be told by names alone: the files say that they are of a model that none is
     foreign: InputError | None = None
 
 
@@ -199,11 +197,9 @@ def config_of(opened: Opened, reading: Reading | None = None, family: str | None
     config = file_config(opened)
     args = model_arguments(opened)
     if not args:
-        if config is None and (found := meta_config(opened)) is not None:
-            return ModelConfig(found, origin="params.json")
-        if config is None and (found := stated_config(opened)) is not None:
-            return ModelConfig(found, origin="the metadata of its files")
-        return ModelConfig(config, file=config is not None, foreign=None if config is not None else _foreign(opened))
+        if config is not None:
+            return ModelConfig(config, file=True)
+        return stated_config(opened) or ModelConfig(None)
     if family is None and reading is not None and reading.family:
         family = reading.family.partition(":")[0]
     from ckpt_tool.families.config.translation import from_megatron
@@ -233,49 +229,15 @@ def file_config(opened: Opened) -> Mapping[str, Any] | None:
     return None
 
 
-def meta_config(opened: Opened) -> Mapping[str, Any] | None:
-    """What Meta's params.json says, None where the source has none."""
-    from ckpt_tool.systems.meta.consolidated.params import MetaHints
+def stated_config(opened: Opened) -> ModelConfig | None:
+    """What the files of the source's system state of the model in words of their own, None where they state nothing.
 
-    own = opened.catalog.hints.get(MetaHints)
-    if own is None or own.params is None:
-        return None
-    from ckpt_tool.systems.meta.config import hub_config
-
-    return hub_config(own.params, {row.name: row.shape for row in opened.catalog.rows()})
-
-
-def stated_config(opened: Opened) -> Mapping[str, Any] | None:
-    """What the metadata of GGUF files says, None where the source has none, or its architecture is no family's.
-
-    Raises InputError E1712."""
-    own = opened.catalog.hints.get(Stated)
-    if own is None:
-        return None
-    from ckpt_tool.systems.llamacpp.config import hub_config
-
-    shapes = {row.name: row.dtype.elements(row.shape) for row in opened.catalog.rows()}
-    return hub_config(own.values, shapes, _rope_freqs(opened))
-
-
-def _foreign(opened: Opened) -> InputError | None:
-    own = opened.catalog.hints.get(Stated)
-    if own is None:
-        return None
-    from ckpt_tool.systems.llamacpp.config import foreign
-
-    return foreign(own.values)
-
-
-def _rope_freqs(opened: Opened) -> tuple[float, ...]:
-    """The few numbers that llama.cpp keeps of Llama 3's rope, () where there are none."""
-    from ckpt_tool.systems.llamacpp.config import ROPE_FREQS
-
-    tensor = opened.catalog.tensors.get(TensorKey(ROPE_FREQS))
-    if tensor is None or tensor.dtype.name != "F32" or tensor.numel > 4096 or len(tensor.chunks) != 1:
-        return ()
-    array = tensor.chunks[0].array
-    return struct.unpack(f"<{tensor.numel}f", opened.tree.read(array.path, array.offset, tensor.nbytes))
+    Each system with such files has a reader of them (`formats.entry.System.config_reader`)."""
+    for module, function in config_readers():
+        model: ModelConfig | None = getattr(import_module(module), function)(opened)
+        if model is not None:
+            return model
+    return None
 
 
 def model_arguments(opened: Opened) -> dict[str, Any]:

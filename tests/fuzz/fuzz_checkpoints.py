@@ -390,7 +390,6 @@ def _metadata(files: dict[str, bytes]) -> None:
 def _hub(files: dict[str, bytes]) -> None:
     """The pairs of a GGUF file as a model's config and tokenizer."""
     from ckpt_tool.errors import CkptError
-    from ckpt_tool.sources.config import stated_config
     from ckpt_tool.systems.llamacpp.gguf.format import FORMAT
     from ckpt_tool.systems.llamacpp.passes.gguf_metadata import hub_tokenizer
 
@@ -399,7 +398,8 @@ def _hub(files: dict[str, bytes]) -> None:
         if FORMAT.detect(tree):
             catalog = FORMAT.read(tree)
             opened = type("Opened", (), {"catalog": catalog, "tree": tree, "path": "input"})()
-            json.dumps(stated_config(opened), allow_nan=False)
+            stated = stated_config(opened)
+            json.dumps(stated.config if stated else None, allow_nan=False)
             hub_tokenizer(opened)
     except CkptError as fault:
         targets.told(fault)

@@ -58,4 +58,5 @@ SYSTEM = System(
         ),
     ),
     options="GgufOptions",
+    config_reader="source_config:read_metadata",
 )

@@ -28,4 +28,5 @@ SYSTEM = System(
         ),
     ),
     dialects=(Dialect("meta", order=40),),
+    config_reader="source_config:read_params",
 )
