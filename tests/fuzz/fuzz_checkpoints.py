@@ -390,6 +390,7 @@ def _metadata(files: dict[str, bytes]) -> None:
 def _hub(files: dict[str, bytes]) -> None:
     """The pairs of a GGUF file as a model's config and tokenizer."""
     from ckpt_tool.errors import CkptError
+    from ckpt_tool.sources.config import stated_config
     from ckpt_tool.systems.llamacpp.gguf.format import FORMAT
     from ckpt_tool.systems.llamacpp.passes.gguf_metadata import hub_tokenizer
 
