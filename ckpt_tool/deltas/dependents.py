@@ -7,7 +7,8 @@
 
 A delta's index names its base by the path from the delta's folder, as it was when the delta was made. Where it names
 none (older ones, slime's), or nothing is there any more, the number of its base version is the step's: so a delta whose
-base can't be told keeps a step too many rather than one too few. Next to a run, where other runs have steps of the same
+base can't be told keeps a step too many rather than one too few. A delta that was moved keeps the step of the name that it
+names; one below the run whose step has another name now keeps every step, and says why. Next to a run, where other runs have steps of the same
 numbers, that goes for archives (`--dedup`) in the two nearest levels alone.
 
 A base does not know its deltas, so one that is kept elsewhere is found only where it is named (`--deltas DIR`). Whoever
@@ -52,6 +53,8 @@ class FoundDelta(NamedTuple):
     base: str  # the folder that it names as its base, resolved, "" where it names none or that is not there
     base_version: int | None  # the number of the step that it is made on, None for none
     is_archive: bool  # made with `--dedup`, of a step's files
+    gone_base: str  # the path that it names as its base where nothing is there, "" otherwise
+    is_near: bool = False  # next to the run, where other runs may have steps of the same names
 
 
 class Around(NamedTuple):
@@ -112,6 +115,11 @@ def dependents(run: Run, deltas: Iterable[FoundDelta]) -> dict[str, list[str]]:
                 reasons.setdefault(step.name, []).append(f"a delta is in it: {os.path.relpath(delta.path, place)}")
             elif _is_base(delta, step, place):
                 reasons.setdefault(step.name, []).append(f"the delta {shown} is made on it")
+            elif _may_be_base(delta, step, run, root):
+                gone = os.path.relpath(delta.gone_base, root)
+                reasons.setdefault(step.name, []).append(
+                    f"the delta {shown} may be made on it: the base that it names is not there: {gone}"
+                )
     return reasons
 
 
@@ -119,6 +127,28 @@ def _is_base(delta: FoundDelta, step: RunStep, place: str) -> bool:
     if delta.base:
         return delta.base == place or _is_below(delta.base, place)
     return delta.base_version is not None and delta.base_version == step.number
+
+
+def _may_be_base(delta: FoundDelta, step: RunStep, run: Run, root: str) -> bool:
+    """May a delta be made on this step, where nothing is at the path that it names? root: of the run, resolved."""
+    if not delta.gone_base:
+        return False
+    parts = delta.gone_base.split(os.sep)
+    ending = parts[-_INSIDE:]
+    if delta.is_near:  # the delta was moved: its run's name and its step's still tell
+        return [os.path.basename(root), step.name] in [parts[at : at + 2] for at in range(len(parts) - 1)]
+
+    # The delta was moved: its step has the name that it had.
+    names = {each.name for each in run.steps}
+    named = names.intersection(ending)
+    if named:
+        return step.name in named
+
+    # The step has another name now: an archive's number may still tell, a model's is the number of a version.
+    if delta.is_archive and any(each.number == delta.base_version for each in run.steps):
+        return False
+    was_a_step = any(step_of(part) is not None for part in ending)
+    return was_a_step or _is_below(delta.gone_base, root)
 
 
 def _is_below(path: str, folder: str) -> bool:
@@ -164,7 +194,8 @@ def _deltas_near(parent: str, seen: set[str], faults: list[CkptError]) -> Iterat
             if INDEX in names:
                 for delta in _delta_in(folder, names):
                     counts = delta.is_archive and level <= BY_NUMBER
-                    yield delta if counts else delta._replace(base_version=None)
+                    number = delta.base_version if counts else None
+                    yield delta._replace(base_version=number, is_near=True)
         except (PermissionError, FileNotFoundError):
             continue
         except OSError as e:
@@ -219,20 +250,22 @@ def _delta_in(folder: str, names: Iterable[str]) -> Iterator[FoundDelta]:
             path=path,
             hint="copy the delta again, or remove it if nothing needs it",
         ) from e
-    yield FoundDelta(folder, _base_of(folder, value), _number_of(metadata), "archive" in value)
+    base, gone_base = _base_of(folder, value)
+    yield FoundDelta(folder, base, _number_of(metadata), "archive" in value, gone_base)
 
 
-def _base_of(folder: str, value: Mapping[str, Any]) -> str:
-    """The folder that a delta names as its base, resolved; "" where it names none, or nothing is there."""
+def _base_of(folder: str, value: Mapping[str, Any]) -> tuple[str, str]:
+    """(the folder that a delta names as its base, resolved, or ""; the path that it names where nothing is there, or
+    "")."""
     named = value.get("base")
-    if not isinstance(named, str) or "\0" in named:
-        return ""
+    if not isinstance(named, str) or not named or "\0" in named:
+        return "", ""
     path = os.path.join(folder, named)
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
-        return ""
-    return real_path(path)
+        return "", os.path.normpath(path)
+    return real_path(path), ""
 
 
 def _number_of(metadata: Mapping[str, Any]) -> int | None:

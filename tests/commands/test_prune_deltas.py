@@ -106,6 +106,40 @@ def test_a_run_that_was_moved_or_linked_is_known(steps: Path, tmp_path: Path) ->
     assert set(kept(ckpt.prune(tmp_path / "to_run", keep_last=1))) == {"checkpoint-100", "checkpoint-400"}
 
 
+@pytest.mark.parametrize("dedup", [True, False], ids=["archive", "model alone"])
+@pytest.mark.parametrize("place", ["checkpoint-200", "deep/er/archive", "../beside"])
+def test_a_delta_that_was_moved_keeps_the_step_that_it_names(
+    place: str, dedup: bool, steps: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "made").mkdir()
+    delta = archive(steps, "../../made/here", dedup=dedup)
+    shutil.rmtree(steps / "checkpoint-200")
+    (steps / place).parent.mkdir(parents=True, exist_ok=True)
+    delta.rename(steps / place)
+
+    found = kept(ckpt.prune(steps, keep_last=1))
+    assert "checkpoint-100" in found and "checkpoint-300" not in found
+
+
+@pytest.mark.parametrize("dedup", [True, False], ids=["archive", "model alone"])
+def test_a_delta_whose_step_has_another_name_keeps_all(dedup: bool, steps: Path) -> None:
+    archive(steps, "archive/200", dedup=dedup)
+    (steps / "checkpoint-100").rename(steps / "checkpoint-111")
+
+    found = kept(ckpt.prune(steps, keep_last=1))
+    assert set(found) == {"checkpoint-111", "checkpoint-200", "checkpoint-300", "checkpoint-400"}
+    assert (
+        "archive/200 may be made on it: the base that it names is not there: checkpoint-100" in found["checkpoint-111"]
+    )
+
+
+def test_a_delta_whose_base_never_was_a_step_keeps_no_step(steps: Path) -> None:
+    shutil.copytree(ONE, steps.parent / "released")
+    ckpt.delta(steps.parent / "released", steps / "checkpoint-200", steps / "published", fsync=False)
+    shutil.rmtree(steps.parent / "released")
+    assert set(kept(ckpt.prune(steps, keep_last=1))) == {"checkpoint-400"}
+
+
 def test_archives_behind_a_link_to_another_disk_are_found(steps: Path, tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (steps / "archive").symlink_to(tmp_path / "disk")
