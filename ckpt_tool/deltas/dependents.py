@@ -7,9 +7,9 @@
 
 A delta's index names its base by the path from the delta's folder, as it was when the delta was made. Where it names
 none (older ones, slime's), or nothing is there any more, the number of its base version is the step's: so a delta whose
-base can't be told keeps a step too many rather than one too few. A delta that was moved keeps the step of the name that it
-names; one below the run whose step has another name now keeps every step, and says why. Next to a run, where other runs have steps of the same
-numbers, that goes for archives (`--dedup`) in the two nearest levels alone.
+base can't be told keeps a step too many rather than one too few. A delta that was moved keeps the step of the name that
+it names; one below the run whose step has another name now keeps every step, and says why. Next to a run, where other
+runs have steps of the same numbers, that goes for archives (`--dedup`) in the two nearest levels alone.
 
 A base does not know its deltas, so one that is kept elsewhere is found only where it is named (`--deltas DIR`). Whoever
 makes such a delta is told so (`is_found_by_prune`). An index that can't be read as one is unknown, next to a run too:
