@@ -9,7 +9,7 @@ byte offset is known, because `digest` sorts first in a tensor's entry:
                    ^ offset = start of the line + len('"w":{"digest":"')
 
 Reading checks every field's type and range and names the JSON pointer of the first that is wrong. It does not look at
-any other file: `systems.ckpt.sharded.format` holds the index against the headers.
+any other file: `systems.ckpt.sharded.read` compares the index with the headers.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class IndexTensor(NamedTuple):
 
     @property
     def numel(self) -> int:
+        """Elements of the tensor."""
         return prod(self.shape)
 
 
@@ -73,10 +74,12 @@ class Origin(Hint):
     format: str
 
     def plain(self) -> str:
+        """The hint as a plain value, for the index."""
         return self.format
 
     @classmethod
     def read(cls, plain: Any) -> Origin | None:
+        """The hint from its plain value, None where that is no string."""
         return cls(plain) if isinstance(plain, str) else None
 
 
@@ -89,10 +92,9 @@ class ShardedIndex:
     tensors: Mapping[TensorKey, IndexTensor]
     placements: tuple[Placement, ...]
     fallbacks: tuple[dict[str, Any], ...] = ()
-    # extras, hints: in the JSON form of `core.extras`
-    extras: Any = None
+    extras: Any = None  # in the JSON form of `core.extras`
     source_format: str = ""
-    hints: Any = None
+    hints: Any = None  # in the JSON form of `core.extras`
     sidefiles: tuple[str, ...] = ()
 
     @property
@@ -140,23 +142,23 @@ def boxes_hash(boxes: str, arrays: Iterable[tuple[str, str, Sequence[int]]]) -> 
 
 
 def fallbacks_of(tensors: Sequence[TensorKey], layout: Layout) -> tuple[dict[str, Any], ...]:
-    """The distinct fallbacks taken, each with the tensors that it befell, by state: `{requested, used, reason,
-    ...}`."""
-    found: dict[Choice, dict[str, set[str]]] = {}
+    """The distinct fallbacks taken, each with its tensors by state: `{requested, used, reason, ...}`."""
+    names_by_choice: dict[Choice, dict[str, set[str]]] = {}
     for key, placement in zip(tensors, layout.placements, strict=True):
         for choice in placement.choices:
             if choice.reason != "even":
-                found.setdefault(choice, {}).setdefault(key.state, set()).add(key.name)
-    rows = [
-        {
+                names_by_choice.setdefault(choice, {}).setdefault(key.state, set()).add(key.name)
+
+    rows = []
+    for choice, names_by_state in names_by_choice.items():
+        row = {
             "requested": list(choice.requested),
             "used": list(choice.used),
             "reason": choice.reason,
             "better": list(choice.better),
-            "tensors": {state: sorted(names) for state, names in by_state.items()},
+            "tensors": {state: sorted(names) for state, names in names_by_state.items()},
         }
-        for choice, by_state in found.items()
-    ]
+        rows.append(row)
     return tuple(sorted(rows, key=dumps))
 
 
@@ -168,32 +170,36 @@ def index_text(index: ShardedIndex) -> tuple[bytes, dict[TensorKey, int]]:
     head = [
         f'{{"ckpt_format":"sharded",\n"ckpt_version":{VERSION},\n',
         f'"extras":{dumps(index.extras)},\n',
-        f'"fallbacks":{_lines(map(dumps, index.fallbacks), "[]")},\n',
-        f'"files":{_lines((dumps(file_json(f)) for f in sorted(index.files, key=lambda f: f.path)), "[]")},\n',
+        f'"fallbacks":{_join_lines(map(dumps, index.fallbacks), "[]")},\n',
+        f'"files":{_join_lines((dumps(file_json(f)) for f in sorted(index.files, key=lambda f: f.path)), "[]")},\n',
         f'"mesh":{dumps(index.mesh.to_json())},\n',
-        f'"placements":{_lines((dumps(_placement_json(p)) for p in index.placements), "[]")},\n',
+        f'"placements":{_join_lines((dumps(_placement_json(p)) for p in index.placements), "[]")},\n',
         f'"save":"{index.save}",\n',
         '"schema_version":1,\n',
         f'"sidefiles":{dumps(sorted(index.sidefiles))},\n',
         f'"source":{dumps({"format": index.source_format, "hints": index.hints})},\n',
         '"tensors":{',
     ]
+
+    # The text is ASCII, so that characters are bytes and the offsets of digests follow from lengths.
     parts = head
     holes = {}
-    at = sum(map(len, parts))
+    offset = sum(map(len, parts))
+
     state: str | None = None
     for key in sorted(index.tensors, key=lambda key: (key.state, key.name)):
         opening = ",\n" if key.state == state else f"{'' if state is None else '},'}\n{dumps(key.state)}:{{\n"
         state = key.state
+
         before, after = tensor_text(key.name, index.tensors[key])
-        holes[key] = at + len(opening) + len(before)
+        holes[key] = offset + len(opening) + len(before)
         parts.append(opening + before + index.tensors[key].digest + after)
-        at += len(parts[-1])
+        offset += len(parts[-1])
     parts.append("}}}\n" if state is not None else "}}\n")
     return "".join(parts).encode("ascii"), holes
 
 
-def _lines(items: Iterable[str], brackets: str) -> str:
+def _join_lines(items: Iterable[str], brackets: str) -> str:
     body = ",\n".join(items)
     return f"{brackets[0]}\n{body}{brackets[1]}" if body else brackets
 
@@ -207,6 +213,7 @@ def tensor_text(name: str, tensor: IndexTensor) -> tuple[str, str]:
 
 
 def file_json(entry: IndexFile) -> dict[str, Any]:
+    """A file's row in the index."""
     return {"path": entry.path, "size": entry.size, "state": entry.state, "rank": entry.rank, "boxes": entry.boxes}
 
 
@@ -246,6 +253,7 @@ class Fields:
         return f"{self._within.pointer}/{self._at.replace('~', '~0').replace('/', '~1')}"
 
     def fault(self, wanted: str) -> CorruptFile:
+        """The error for this place. wanted: what should be here."""
         shown = json.dumps(self.value, default=str)[:80]
         return CorruptFile(
             f"found {shown}, want {wanted}",
@@ -263,26 +271,31 @@ class Fields:
         return Fields(self.value[name], self.path, name, self)
 
     def get(self, name: str, default: object) -> Fields:
+        """A field that may be missing."""
         if type(self.value) is dict and name not in self.value:
             return Fields(default, self.path, name, self)
         return self[name]
 
     def items(self) -> Iterable[tuple[str, Fields]]:
+        """The fields of an object."""
         if type(self.value) is not dict:
             raise self.fault("an object")
         return [(name, self[name]) for name in self.value]
 
     def each(self) -> list[Fields]:
+        """The items of an array."""
         if type(self.value) is not list:
             raise self.fault("an array")
         return [Fields(item, self.path, str(i), self) for i, item in enumerate(self.value)]
 
     def text(self) -> str:
+        """A string."""
         if not isinstance(self.value, str):
             raise self.fault("a string")
         return self.value
 
     def hex32(self) -> str:
+        """A hash of 32 hexadecimal digits."""
         if not _HEX.fullmatch(self.text()):
             raise self.fault("32 hexadecimal digits")
         return self.text()
@@ -308,14 +321,14 @@ class Fields:
 
     def coords(self, mesh: Mesh | None = None) -> dict[str, int]:
         """Sizes by mesh dim, or coordinates inside `mesh`."""
-        out = {}
+        coords = {}
         for name, item in self.items():
             if name not in DIMS:
                 raise self.fault(f"mesh dims only ({', '.join(DIMS)})")
-            out[name] = item.whole(0 if mesh else 1)
-            if mesh and out[name] >= mesh[name]:
+            coords[name] = item.whole(0 if mesh else 1)
+            if mesh and coords[name] >= mesh[name]:
                 raise item.fault(f"a coordinate below {mesh[name]}")
-        return out
+        return coords
 
 
 def parse_index(document: object, path: str) -> ShardedIndex:
@@ -335,17 +348,20 @@ def parse_index(document: object, path: str) -> ShardedIndex:
         )
     mesh = Mesh.of(**top["mesh"].coords())
     placements = tuple(_parse_placement(item, mesh) for item in top["placements"].each())
-    seen: dict[Case, IndexTensor] = {}
+    tensor_by_case: dict[Case, IndexTensor] = {}
+    files = tuple(_parse_file(item, mesh) for item in top["files"].each())
+    tensors = {
+        TensorKey(name, state): _parse_tensor(item, len(placements), tensor_by_case)
+        for state, names in top["tensors"].items()
+        for name, item in names.items()
+    }
+    fallbacks = tuple(_plain_object(item) for item in top["fallbacks"].each())
     index = ShardedIndex(
         mesh=mesh,
-        files=tuple(_parse_file(item, mesh) for item in top["files"].each()),
-        tensors={
-            TensorKey(name, state): _parse_tensor(item, len(placements), seen)
-            for state, names in top["tensors"].items()
-            for name, item in names.items()
-        },
+        files=files,
+        tensors=tensors,
         placements=placements,
-        fallbacks=tuple({name: part.value for name, part in item.items()} for item in top["fallbacks"].each()),
+        fallbacks=fallbacks,
         extras=top["extras"].value,
         source_format=top["source"]["format"].text(),
         hints=top["source"]["hints"].value,
@@ -362,6 +378,10 @@ def parse_index(document: object, path: str) -> ShardedIndex:
     return index
 
 
+def _plain_object(item: Fields) -> dict[str, Any]:
+    return {name: part.value for name, part in item.items()}
+
+
 def _parse_placement(item: Fields, mesh: Mesh) -> Placement:
     shard = []
     for pair in item["shard"].each():
@@ -374,11 +394,11 @@ def _parse_placement(item: Fields, mesh: Mesh) -> Placement:
         at=tuple(item.get("at", {}).coords(mesh).items()),
         padded=item.get("padded", []).shape(),
         uneven=item.get("uneven", []).shape(),
-        granules=tuple(_pair(pair) for pair in item.get("granules", []).each()),
+        granules=tuple(_parse_granule(pair) for pair in item.get("granules", []).each()),
     )
 
 
-def _pair(item: Fields) -> tuple[int, int]:
+def _parse_granule(item: Fields) -> tuple[int, int]:
     numbers = item.shape()
     if len(numbers) != 2:
         raise item.fault("two numbers: a tensor dim and a granule")
@@ -396,7 +416,8 @@ def _parse_file(item: Fields, mesh: Mesh) -> IndexFile:
 
 
 def case_of(*lists: Any) -> Case | None:
-    """A key under which what was checked once is known again: layers repeat. None for no plain values."""
+    """A key for a value that was checked, so that layers, which repeat, are checked once. None for values that can't be
+    compared."""
     try:
         case = tuple((tuple(part), tuple(map(type, part))) for part in lists)
         hash(case)
@@ -405,24 +426,28 @@ def case_of(*lists: Any) -> Case | None:
     return case
 
 
-def _parse_tensor(item: Fields, placements: int, seen: dict[Case, IndexTensor]) -> IndexTensor:
+def _parse_tensor(item: Fields, placements: int, tensor_by_case: dict[Case, IndexTensor]) -> IndexTensor:
     value = item.value if type(item.value) is dict else {}
     case = case_of((value.get("dtype"), value.get("placement")), value.get("shape"))
-    known = seen.get(case) if case else None
+    checked = tensor_by_case.get(case) if case else None
     digest = value.get("digest")
-    if known is not None and "path" not in value and type(digest) is str and _HEX.fullmatch(digest):
-        return known._replace(digest=digest)
+    if checked is not None and "path" not in value and type(digest) is str and _HEX.fullmatch(digest):
+        return checked._replace(digest=digest)
+
     dtype = item["dtype"].text()
     if dtype not in SAFETENSORS_NAMES:
         raise item["dtype"].fault(f"one of {', '.join(sorted(SAFETENSORS_NAMES))}")
+
     number = item["placement"].whole()
     if number >= placements:
         raise item["placement"].fault(f"a number below {placements}")
+
     path = []
     for part in item.get("path", []).each():
         path.append(part.value if type(part.value) is int else part.text())
+
     entry = IndexTensor(DTYPES[dtype], item["shape"].shape(), number)
     if case is not None:
-        seen[case] = entry
+        tensor_by_case[case] = entry
     stated = NO_DIGEST if digest == _NOT_TAKEN else item["digest"].hex32()
     return entry._replace(path=tuple(path), digest=stated)

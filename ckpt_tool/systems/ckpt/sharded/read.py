@@ -1,8 +1,8 @@
-"""Reading a `sharded` checkpoint: the index first, then every header, each held against the other.
+"""Reading a `sharded` checkpoint: the index first, then every header, each compared with the other.
 
-The one idea: the index makes claims and the headers are the evidence. A rank's file states its own mesh, rank, boxes
-and save id; the index states all files and tensors and one hash a file. So a file that is missing, cut short, of
-another save, swapped with another rank's or edited is reported by name, all such files at once:
+The index makes claims and the headers are the evidence. A rank's file states its own mesh, rank, boxes and save id; the
+index states all files and tensors and one hash a file. So a file that is missing, cut short, of another save, swapped
+with another rank's or edited is reported by name, all such files at once:
 
     index: 4 files, save 5f..      model.tp00 ok    model.tp01 missing    exp_avg.tp00 save 77.. (another run)
 
@@ -45,16 +45,20 @@ INDEX_LIMIT = 256 << 20  # bytes; DeepSeek-V3 with its optimizer's states has 55
 INDEX_VALUES = 20_000_000  # JSON values in it
 METADATA = "/__metadata__"
 
-_Found = dict[TensorKey, list[Chunk]]
+_ChunksByKey = dict[TensorKey, list[Chunk]]
 
 
 def read_catalog(tree: Tree, *, lenient: bool = False) -> Catalog:
     """The catalog of the tree.
 
-    Raises Incomplete E0385 (no index) and E0301 (files missing, all of them named), CorruptFile E2605 (a file of
-    another size), InconsistentCheckpoint E0384 (files of another save), CorruptFile E0386 (a field of the index or of a
-    header's metadata) and E0388 (index and headers contradict each other), UnknownFormat E2602 (a newer version),
-    UnsafeInput E0410 (a path that leaves the folder), and what `read_header` and `strict_json.parse` raise.
+    Raises:
+        Incomplete: E0385 (no index), E0301 (files missing, all of them named).
+        CorruptFile: E2605 (a file of another size), E0386 (a field of the index or of a header's metadata), E0388
+            (index and headers contradict each other).
+        InconsistentCheckpoint: E0384 (files of another save).
+        UnknownFormat: E2602 (a newer version).
+        UnsafeInput: E0410 (a path that leaves the folder).
+        CkptError: what `read_header` and `strict_json.parse` raise.
     """
     if not tree.exists(INDEX):
         raise Incomplete(
@@ -63,43 +67,50 @@ def read_catalog(tree: Tree, *, lenient: bool = False) -> Catalog:
             path=tree.display(INDEX),
             hint="run the command that wrote it again, or copy the index too if this is a copy",
         )
+
     shown = tree.display(INDEX)
     text = tree.read_whole(INDEX, limit=INDEX_LIMIT)
     index = parse_index(strict_json.parse(text, path=shown, limit=INDEX_VALUES), shown)
     sidefiles = _check_files(tree, index)
-    found: _Found = {}
+
+    # All damaged files are reported at once.
+    chunks_by_key: _ChunksByKey = {}
     faults: list[CkptError] = []
     for entry in index.files:
         if is_collecting() and not tree.exists(entry.path):
             continue
         try:
-            _read_file(tree, entry, index, found, lenient=lenient)
+            _read_file(tree, entry, index, chunks_by_key, lenient=lenient)
         except (CorruptFile, InconsistentCheckpoint) as fault:
             faults.append(fault)
     if faults:
         raise together(faults)
-    _check_all_found(index, found, shown)
-    known = {INDEX, *sidefiles, *(entry.path for entry in index.files)}
+
+    _check_all_found(index, chunks_by_key, shown)
+    known_paths = {INDEX, *sidefiles, *(entry.path for entry in index.files)}
     tensors = {
-        key: LogicalTensor(key, entry.shape, entry.dtype, mark_replicas(found.get(key, ())), entry.path)
+        key: LogicalTensor(key, entry.shape, entry.dtype, mark_replicas(chunks_by_key.get(key, ())), entry.path)
         for key, entry in index.tensors.items()
     }
+
+    # What missing files held is collected for the report, tensor by tensor.
     if is_collecting():
         Catalog("sharded", tensors).check()
+
     return Catalog(
         format="sharded",
         tensors=tensors,
-        extras=_values(index.extras, shown, "/extras"),
+        extras=_parse_values(index.extras, shown, "/extras"),
         mesh=index.mesh,
         files=(INDEX, *(entry.path for entry in index.files)),
         sidefiles=tuple(path for path in sidefiles if tree.exists(path)),
-        notes=tuple(_notes(tree, known)),
-        hints=Hints(_values(index.hints, shown, "/source/hints")).having(Origin(index.source_format)),
+        notes=tuple(_list_notes(tree, known_paths)),
+        hints=Hints(_parse_values(index.hints, shown, "/source/hints")).having(Origin(index.source_format)),
         digests={key: entry.digest for key, entry in index.tensors.items() if entry.digest != NO_DIGEST},
     )
 
 
-def _values(form: Any, shown: str, pointer: str) -> dict[Any, Any]:
+def _parse_values(form: Any, shown: str, pointer: str) -> dict[Any, Any]:
     """Extras or hints from their JSON form."""
     try:
         values = from_json(form)
@@ -116,37 +127,41 @@ def _values(form: Any, shown: str, pointer: str) -> dict[Any, Any]:
 def _check_files(tree: Tree, index: ShardedIndex) -> tuple[str, ...]:
     """Every file under its one possible name, there, and of its size.
 
-    Returns the side files' names: those that the save knew and those that people put beside a model (config.json).
+    Returns the side files' names: those that the save knew and those that people put next to a model (config.json).
     """
     shown = tree.display(INDEX)
     names: set[str] = set()
     for number, entry in enumerate(index.files):
         place = f"/files/{number}/path"
         safe_relative(entry.path, named_in=shown, place=place)
-        want = file_name(entry.state, index.mesh, entry.rank)
-        if entry.path != want:
-            raise Fields(entry.path, shown, place).fault(f"{want}, the name of that state and rank")
+        expected = file_name(entry.state, index.mesh, entry.rank)
+        if entry.path != expected:
+            raise Fields(entry.path, shown, place).fault(f"{expected}, the name of that state and rank")
         if entry.path in names:
             raise Fields(entry.path, shown, place).fault("every file once")
         names.add(entry.path)
+
     for number, path in enumerate(index.sidefiles):
         safe_relative(path, named_in=shown, place=f"/sidefiles/{number}")
+
     listing = tree.listing()
     missing = [entry for entry in index.files if entry.path not in listing]
     if missing:
+        names_shown = _join_some(entry.path for entry in missing)
         fault = Incomplete(
-            f"{len(missing)} of {len(index.files)} rank files are missing: {_some(entry.path for entry in missing)}",
+            f"{len(missing)} of {len(index.files)} rank files are missing: {names_shown}",
             code="E0301",
             path=tree.display(missing[0].path),
             hint="copy them from where the save was written; every rank's file is needed",
-            faults=[f"missing: {_rank(entry)}" for entry in missing],
+            faults=[f"missing: {_describe_rank(entry)}" for entry in missing],
         )
         report_missing(
             fault,
             files=[entry.path for entry in missing],
             file_bytes={entry.path: entry.size for entry in missing},
         )
-    other = [
+
+    wrong_sizes = [
         CorruptFile(
             f"{entry.path} has {listing[entry.path]} bytes, the index says {entry.size}",
             code="E2605",
@@ -158,12 +173,13 @@ def _check_files(tree: Tree, index: ShardedIndex) -> tuple[str, ...]:
         if entry.path in listing
         and listing[entry.path] not in (entry.size, -1)  # no regular file: opening it says what it is
     ]
-    if other:
-        raise together(other)
+    if wrong_sizes:
+        raise together(wrong_sizes)
+
     return tuple(sorted({*index.sidefiles, *side_files(tree)}))
 
 
-def _notes(tree: Tree, known: set[str]) -> Iterable[Note]:
+def _list_notes(tree: Tree, known: set[str]) -> Iterable[Note]:
     for path in tree.listing():
         if path not in known:
             yield Note("W-ignored", f"{path} is no part of the checkpoint: not read", tree.display(path))
@@ -172,12 +188,12 @@ def _notes(tree: Tree, known: set[str]) -> Iterable[Note]:
             yield Note("W-side-file-gone", f"{path} was saved next to the checkpoint and is gone", tree.display(path))
 
 
-def _some(names: Iterable[str]) -> str:
+def _join_some(names: Iterable[str]) -> str:
     listed = list(names)
     return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")
 
 
-def _rank(entry: IndexFile) -> str:
+def _describe_rank(entry: IndexFile) -> str:
     coords = " ".join(f"{name} {entry.rank[name]}" for name in DIMS if name in entry.rank)
     return f"{entry.path} (state {entry.state}{', rank ' + coords if coords else ''})"
 
@@ -185,35 +201,41 @@ def _rank(entry: IndexFile) -> str:
 # -- the index against the headers --------------------------------------------------------------------------------
 
 
-def _read_file(tree: Tree, entry: IndexFile, index: ShardedIndex, found: _Found, *, lenient: bool) -> None:
+def _read_file(tree: Tree, entry: IndexFile, index: ShardedIndex, found: _ChunksByKey, *, lenient: bool) -> None:
     """Check one file's header against the index, and add its boxes to `found`."""
     header = read_header(tree, entry.path, lenient=lenient)
     shown = tree.display(entry.path)
-    _check_whose(header, entry, index, shown)
-    boxes = _json(header, "boxes", shown)
+    _check_claims(header, entry, index, shown)
+    boxes = _parse_metadata(header, "boxes", shown)
+
     names = list(header.names)
-    seen = dict[Case, _Place]()
-    held = {} if not isinstance(boxes.value, dict) else boxes.value
-    if set(names) != set(held):
-        odd = sorted(set(names) ^ set(held))
-        raise _contradiction(
-            f"tensors with a box and tensors in the file differ: {_some(odd)}", shown, f"{METADATA}/boxes", key=odd[0]
+    place_by_case = dict[Case, _Place]()
+    box_by_name = {} if not isinstance(boxes.value, dict) else boxes.value
+    if set(names) != set(box_by_name):
+        unpaired = sorted(set(names) ^ set(box_by_name))
+        raise _contradiction_error(
+            f"tensors with a box and tensors in the file differ: {_join_some(unpaired)}",
+            shown,
+            f"{METADATA}/boxes",
+            key=unpaired[0],
         )
-    hashed = boxes_hash(
+
+    computed_hash = boxes_hash(
         header.metadata["boxes"],
         ((name, kind.dtype.name, kind.shape) for name, kind in zip(names, header.kinds, strict=True)),
     )
-    if hashed != entry.boxes:
-        raise _contradiction("its boxes are not those that the index states", shown, f"{METADATA}/boxes")
+    if computed_hash != entry.boxes:
+        raise _contradiction_error("its boxes are not those that the index states", shown, f"{METADATA}/boxes")
+
     for row, name in enumerate(names):
         key = TensorKey(name, entry.state)
-        chunk = _chunk(header, row, boxes[name], index, key, shown, seen)
+        chunk = _read_chunk(header, row, boxes[name], index, key, shown, place_by_case)
         if chunk is not None:
             found.setdefault(key, []).append(chunk)
 
 
-def _check_whose(header: SafetensorsHeader, entry: IndexFile, index: ShardedIndex, shown: str) -> None:
-    """The file's own word on its save, mesh, state and rank must be the index's."""
+def _check_claims(header: SafetensorsHeader, entry: IndexFile, index: ShardedIndex, shown: str) -> None:
+    """What the file states of its save, mesh, state and rank must be what the index states."""
     metadata = header.metadata
     save = metadata.get("save")
     if save != index.save:
@@ -225,17 +247,20 @@ def _check_whose(header: SafetensorsHeader, entry: IndexFile, index: ShardedInde
             place=f"{METADATA}/save",
             hint="copy every file of one save, with its index",
         )
+
     claims: tuple[tuple[str, object, Callable[[], object]], ...] = (
         ("state", entry.state, lambda: metadata.get("state")),
-        ("mesh", index.mesh.to_json(), lambda: _json(header, "mesh", shown).value),
-        ("rank", entry.rank, lambda: _json(header, "rank", shown).value),
+        ("mesh", index.mesh.to_json(), lambda: _parse_metadata(header, "mesh", shown).value),
+        ("rank", entry.rank, lambda: _parse_metadata(header, "rank", shown).value),
     )
-    for name, want, have in claims:
-        if have() != want:
-            raise _contradiction(f"its {name} is {have()!r}, the index says {want!r}", shown, f"{METADATA}/{name}")
+    for name, expected, read_claim in claims:
+        if read_claim() != expected:
+            raise _contradiction_error(
+                f"its {name} is {read_claim()!r}, the index says {expected!r}", shown, f"{METADATA}/{name}"
+            )
 
 
-def _json(header: SafetensorsHeader, name: str, shown: str) -> Fields:
+def _parse_metadata(header: SafetensorsHeader, name: str, shown: str) -> Fields:
     """A metadata string that holds JSON."""
     pointer = f"{METADATA}/{name}"
     text = header.metadata.get(name)
@@ -252,35 +277,39 @@ class _Place(NamedTuple):
     within: Box
 
 
-def _chunk(
+def _read_chunk(
     header: SafetensorsHeader,
     row: int,
     item: Fields,
     index: ShardedIndex,
     key: TensorKey,
     shown: str,
-    seen: dict[Case, _Place],
+    place_by_case: dict[Case, _Place],
 ) -> Chunk | None:
-    """The chunk of one array; None where it holds nothing but padding. seen: boxes that were checked before."""
+    """The chunk of one array; None where it holds only padding. place_by_case: boxes that were checked before."""
     array = header.stored(row)
     entry = index.tensors.get(key)
     if entry is None:
-        raise _contradiction("the index does not know this tensor", shown, item.pointer, key=str(key))
+        raise _contradiction_error("the index does not know this tensor", shown, item.pointer, key=str(key))
+
     value = item.value if type(item.value) is dict else {}
     case = case_of(value.get("offset"), value.get("shape"), value.get("box", ()), array.shape)
-    place = seen.get(case) if case else None
+    place = place_by_case.get(case) if case else None
     if place is None:
-        place = _place(item, array, shown, key)
+        place = _read_place(item, array, shown, key)
         if case is not None:
-            seen[case] = place
+            place_by_case[case] = place
+
     if (place.shape, array.dtype) != (entry.shape, entry.dtype):
-        have = f"{array.dtype.name} {list(place.shape)}"
-        want = f"{entry.dtype.name} {list(entry.shape)}"
-        raise _contradiction(f"it is {have} in all, the index says {want}", shown, item.pointer, key=str(key))
+        stored_form = f"{array.dtype.name} {list(place.shape)}"
+        stated_form = f"{entry.dtype.name} {list(entry.shape)}"
+        raise _contradiction_error(
+            f"it is {stored_form} in all, the index says {stated_form}", shown, item.pointer, key=str(key)
+        )
     return Chunk(place.box, array, place.within) if place.box.numel or not entry.numel else None
 
 
-def _place(item: Fields, array: StoredArray, shown: str, key: TensorKey) -> _Place:
+def _read_place(item: Fields, array: StoredArray, shown: str, key: TensorKey) -> _Place:
     """One entry of `boxes`, which must fit its array and its tensor."""
     shape = item["shape"].shape()
     offset = item["offset"].shape()
@@ -288,7 +317,7 @@ def _place(item: Fields, array: StoredArray, shown: str, key: TensorKey) -> _Pla
     box = Box(offset, extents)
     within = Box((0,) * len(array.shape), extents)
     if len(offset) != len(shape) or not box.inside(shape) or not within.inside(array.shape):
-        raise _contradiction(
+        raise _contradiction_error(
             f"the box at {list(offset)} of {list(extents)} fits neither an array of {list(array.shape)} nor a tensor of"
             f" {list(shape)}",
             shown,
@@ -298,15 +327,18 @@ def _place(item: Fields, array: StoredArray, shown: str, key: TensorKey) -> _Pla
     return _Place(shape, box, within)
 
 
-def _check_all_found(index: ShardedIndex, found: _Found, shown: str) -> None:
-    lost = sorted(str(key) for key in index.tensors.keys() - found.keys())
-    if lost and not is_collecting():
-        raise _contradiction(
-            f"{len(lost)} tensors of the index are in no file: {_some(lost)}", shown, "/tensors", key=lost[0]
+def _check_all_found(index: ShardedIndex, chunks_by_key: _ChunksByKey, shown: str) -> None:
+    missing = sorted(str(key) for key in index.tensors.keys() - chunks_by_key.keys())
+    if missing and not is_collecting():
+        raise _contradiction_error(
+            f"{len(missing)} tensors of the index are in no file: {_join_some(missing)}",
+            shown,
+            "/tensors",
+            key=missing[0],
         )
 
 
-def _contradiction(message: str, path: str, place: str, *, key: str | None = None) -> CorruptFile:
+def _contradiction_error(message: str, path: str, place: str, *, key: str | None = None) -> CorruptFile:
     return CorruptFile(
         message,
         code="E0388",
