@@ -40,7 +40,7 @@ from ckpt_tool.systems.deepspeed import files
 from ckpt_tool.systems.deepspeed.described import HOME, OPTIMIZER, UNUSED, WRAPPER, Options, ZeroGroup
 from ckpt_tool.systems.deepspeed.job import FlatArray, ZeroJob, shares
 from ckpt_tool.systems.deepspeed.stored_names import counts, expert_name_of, first_rank, global_names, layer_and_local
-from ckpt_tool.systems.deepspeed.zero.layout import Laid, is_random, settle
+from ckpt_tool.systems.deepspeed.zero.layout import ZeroLayout, is_random, settle
 
 VERSION = "0.19.8"  # the DeepSpeed whose layout is written
 STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
@@ -52,28 +52,28 @@ _COUNTERS = ("skipped_steps", "global_steps")
 
 def target(wanted: Wanted) -> Target:
     """The whole output. Raises UsageError E0286 (states), E0287 (degrees), E0288 (pipeline stages)."""
-    laid = settle(wanted)
-    steps = laid.extras.get("global_steps")
+    layout = settle(wanted)
+    steps = layout.extras.get("global_steps")
     folder = f"global_step{steps if type(steps) is int and 0 <= steps < 1 << 62 else 0}"
     placed = [
         TargetFile(f"{folder}/{file.path}", file.size, file.literals, file.arrays, file.patches)
-        for file in _ZeroWriter(laid).files()
+        for file in _ZeroWriter(layout).files()
     ]
     copies = list(wanted.side_file_copies())
     latest = whole_file("latest", folder.encode())
-    return Target("deepspeed", (latest, *placed, *copies), notes=tuple(dict.fromkeys(laid.notes)))
+    return Target("deepspeed", (latest, *placed, *copies), notes=tuple(dict.fromkeys(layout.notes)))
 
 
 class _ZeroWriter:
     """The tensors of what is laid out, by kind. layers: prefixes of the MoE layers in the order of their numbers."""
 
-    def __init__(self, laid: Laid) -> None:
-        self.laid = laid
-        self.model = [t.key.name for t in laid.wanted.tensors if t.key.state == MODEL]
-        self.options = Options.from_extras(laid.extras)
-        described = laid.described
+    def __init__(self, layout: ZeroLayout) -> None:
+        self.layout = layout
+        self.model = [t.key.name for t in layout.wanted.tensors if t.key.state == MODEL]
+        self.options = Options.from_extras(layout.extras)
+        described = layout.described
         have = set(self.model)
-        self.trained = {t.key.name for t in laid.wanted.tensors if t.key.state == MASTER}
+        self.trained = {t.key.name for t in layout.wanted.tensors if t.key.state == MASTER}
         self.shared = {a: k for a, k in described.shared.items() if k in self.trained or k in have}
         self.buffers = [name for name in described.buffers if name in have]
         self.experts = counts(self.model)
@@ -83,105 +83,105 @@ class _ZeroWriter:
 
     def files(self) -> Iterator[TargetFile]:
         """Every file below the step's folder."""
-        laid = self.laid
-        names = files.rank_files(laid.stage, laid.described.prefix, laid.dp, laid.pp)
+        layout = self.layout
+        names = files.rank_files(layout.stage, layout.described.prefix, layout.dp, layout.pp)
         for (data, model), name in names.modules.items():
             yield self._module_file(name, data, model)
-        if laid.described.stages:
+        if layout.described.stages:
             yield from self._layer_files()
         yield from self._expert_files()
-        if laid.job is not None:
+        if layout.job is not None:
             for (data, model), name in names.optimizers.items():
-                yield self._optimizer_file(name, laid.job, data, model)
-        elif any(group.ep for group in laid.stages[0]):
-            for expert in range(laid.ep):
+                yield self._optimizer_file(name, layout.job, data, model)
+        elif any(group.ep for group in layout.stages[0]):
+            for expert in range(layout.ep):
                 composer = TorchComposer()
                 optimizer = self._plain_optimizer(composer, 0, expert)
                 yield composer.file(files.PLAIN_EXPERTS.format(expert=expert, model=0), {"optimizer": optimizer})
 
     def _whole(self, composer: TorchComposer, name: str, state: str) -> TensorRef:
-        row = self.laid.rows[TensorKey(name, state)]
-        tensor = self.laid.wanted.tensors[row]
+        row = self.layout.rows[TensorKey(name, state)]
+        tensor = self.layout.wanted.tensors[row]
         return composer.tensor(tensor.shape, tensor.dtype, [StoragePart(row, whole(tensor.shape), 0)])
 
     # -- the module ----------------------------------------------------------------------------------------------------
 
     def _module_file(self, name: str, data: int, model: int) -> TargetFile:
-        laid = self.laid
+        layout = self.layout
         composer = TorchComposer()
-        pipeline = bool(laid.described.stages)
+        pipeline = bool(layout.described.stages)
         refs = {} if pipeline else self._refs(composer)
         shared = dict(self.shared) if data == model == 0 else {}
         skeleton: dict[str, Any] = {
             "module": None if pipeline else self._module(composer, refs),
             "buffer_names": [] if pipeline else list(self.buffers),
-            "optimizer": None if laid.stage else self._plain_optimizer(composer, model),
-            "param_shapes": self._param_shapes(laid.job, model) if laid.job else None,
+            "optimizer": None if layout.stage else self._plain_optimizer(composer, model),
+            "param_shapes": self._param_shapes(layout.job, model) if layout.job else None,
             "frozen_param_shapes": None,
-            "shared_params": shared if laid.stage else dict(self.shared) or None,
+            "shared_params": shared if layout.stage else dict(self.shared) or None,
             "frozen_param_fragments": None,
         }
-        if laid.stage >= 2:
+        if layout.stage >= 2:
             skeleton["frozen_param_shapes"] = OrderedMap((name, TorchSize(self._shape(name))) for name in self.frozen)
-        if laid.stage == 2:
+        if layout.stage == 2:
             skeleton["frozen_param_fragments"] = OrderedMap((name, refs[name]) for name in self.frozen if name in refs)
-        if laid.stage == 3:
+        if layout.stage == 3:
             skeleton["frozen_param_fragments"] = OrderedMap((n, self._fragment(composer, n, data)) for n in self.frozen)
-        left = laid.extras.get("module")
+        left = layout.extras.get("module")
         if isinstance(left, Mapping) and skeleton["module"] is not None:
             skeleton["module"] |= {key: item for key, item in left.items() if key not in skeleton["module"]}
         skeleton |= join(self._values(), self._client(composer))
         return composer.file(name, skeleton)
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        return self.laid.wanted.tensors[self.laid.rows[TensorKey(name, MODEL)]].shape
+        return self.layout.wanted.tensors[self.layout.rows[TensorKey(name, MODEL)]].shape
 
     def _refs(self, composer: TorchComposer) -> dict[str, TensorRef]:
         """What lies whole in the module: everything but experts; at stage 3 buffers alone."""
         names = [name for name in self.model if expert_name_of(name) is None]
-        if self.laid.stage == 3:
+        if self.layout.stage == 3:
             frozen = set(self.frozen)
             names = [name for name in names if name not in frozen]
         return {name: self._whole(composer, name, MODEL) for name in names}
 
     def _module(self, composer: TorchComposer, refs: Mapping[str, TensorRef]) -> OrderedMap:
         """`module` in the module's own order, with placeholders at stage 3."""
-        laid = self.laid
+        layout = self.layout
         out = OrderedMap()
-        without = {*self.trained, *self.frozen} if laid.stage == 3 else set()
+        without = {*self.trained, *self.frozen} if layout.stage == 3 else set()
         empty: TensorRef | None = None  # one for all placeholders
-        in_order = (t.key.name for t in laid.wanted.tensors if t.key.name in refs or t.key.name in without)
-        for name in dict.fromkeys([*laid.described.module, *in_order]):
+        in_order = (t.key.name for t in layout.wanted.tensors if t.key.name in refs or t.key.name in without)
+        for name in dict.fromkeys([*layout.described.module, *in_order]):
             if name in refs:
                 out[name] = refs[name]
-            elif name in without or (laid.stage == 3 and name in self.shared):
-                empty = empty or composer.value((0,), DTYPES.get(laid.described.dtype) or DTYPES["BF16"], b"")
+            elif name in without or (layout.stage == 3 and name in self.shared):
+                empty = empty or composer.value((0,), DTYPES.get(layout.described.dtype) or DTYPES["BF16"], b"")
                 out[name] = empty
-        for attributes in (item for path, item in ordered(laid.wanted.hints) if path == ("module",)):
+        for attributes in (item for path, item in ordered(layout.wanted.hints) if path == ("module",)):
             out.attributes = attributes
         return out
 
     def _param_shapes(self, job: ZeroJob, model: int) -> list[OrderedMap]:
-        kind = tuple if any(group.ep for group in self.laid.stages[model]) else TorchSize
+        kind = tuple if any(group.ep for group in self.layout.stages[model]) else TorchSize
         return [OrderedMap((name, kind(shape)) for name, shape in group.shapes.items()) for group in job.stages[model]]
 
     def _fragment(self, composer: TorchComposer, name: str, data: int) -> TensorRef:
         """A rank's share of a frozen parameter."""
-        row = self.laid.rows[TensorKey(name, MODEL)]
-        line, size = shares({name: self._shape(name)}, self.laid.dp, data)
-        return composer.tensor((size,), self.laid.wanted.tensors[row].dtype, self._parts(line, MODEL))
+        row = self.layout.rows[TensorKey(name, MODEL)]
+        line, size = shares({name: self._shape(name)}, self.layout.dp, data)
+        return composer.tensor((size,), self.layout.wanted.tensors[row].dtype, self._parts(line, MODEL))
 
     def _values(self) -> dict[str, Any]:
         """Counters, sizes, configuration, then the client's state."""
-        laid = self.laid
-        extras = self.laid.extras
+        layout = self.layout
+        extras = self.layout.extras
         out: dict[str, Any] = {key: extras.get(key) for key in _KNOWN}
         out |= {key: extras.get(key, 0) for key in _COUNTERS}
         if "global_samples" in extras:
             out["global_samples"] = extras["global_samples"]
-        out["dp_world_size"] = laid.dp
-        out["mp_world_size"] = laid.pp
-        out["checkpoint_parallel_dimensions"] = {"pp_degree": laid.pp, "tp_degree": 1}
+        out["dp_world_size"] = layout.dp
+        out["mp_world_size"] = layout.pp
+        out["checkpoint_parallel_dimensions"] = {"pp_degree": layout.pp, "tp_degree": 1}
         out["ds_config"] = self._config()
         out["ds_version"] = extras.get("ds_version", VERSION)
         if self.experts and "num_experts" not in extras:
@@ -191,29 +191,29 @@ class _ZeroWriter:
 
     def _config(self) -> dict[str, Any]:
         """The source's configuration with the stage that is written."""
-        config = self.laid.extras.get("ds_config")
+        config = self.layout.extras.get("ds_config")
         config = config if isinstance(config, Mapping) else {}
         zero = config.get("zero_optimization")
         zero = zero if isinstance(zero, Mapping) else {}
-        return {**config, "zero_optimization": {**zero, "stage": self.laid.stage}}
+        return {**config, "zero_optimization": {**zero, "stage": self.layout.stage}}
 
     def _client(self, composer: TorchComposer) -> Iterator[tuple[Path, TensorRef]]:
         """Tensors of the client's state, where they hung; averages under `ema`."""
-        laid = self.laid
-        own = laid.wanted.source_format == "deepspeed"
-        kept = laid.extras.get(UNUSED)
+        layout = self.layout
+        own = layout.wanted.source_format == "deepspeed"
+        kept = layout.extras.get(UNUSED)
         unused = {*(kept if isinstance(kept, Mapping) else ()), *files.LAYOUT_KEYS}
-        for tensor in laid.wanted.tensors:
+        for tensor in layout.wanted.tensors:
             if tensor.key.state == EMA:
                 yield (EMA, tensor.key.name), self._whole(composer, tensor.key.name, EMA)
             elif tensor.key.state == EXTRAS:
                 path = tensor.path if own and tensor.path else (tensor.key.name,)
-                aside = path[0] in unused or (laid.moved and path[0] != UNUSED and is_random(str(path[0])))
+                aside = path[0] in unused or (layout.moved and path[0] != UNUSED and is_random(str(path[0])))
                 yield ((UNUSED,) if aside else ()) + path, self._whole(composer, tensor.key.name, EXTRAS)
 
     def _layer_files(self) -> Iterator[TargetFile]:
         """Layer files: their names are global, so every stage finds its own."""
-        described = self.laid.described
+        described = self.layout.described
         have = set(self.model)
         layers: dict[int, list[tuple[str, str]]] = {}
         for name in dict.fromkeys([*(n for n in described.module if n in have), *self.model]):
@@ -241,21 +241,21 @@ class _ZeroWriter:
     def _plain_optimizer(self, composer: TorchComposer, model: int, expert: int = 0) -> dict[str, Any] | None:
         """Without ZeRO: the optimizer of a stage and expert rank as torch has it, with the parameters' names beside
         their numbers; in DeepSpeed's 16-bit wrapper where the source had one."""
-        laid = self.laid
+        layout = self.layout
         numbers: dict[str, int] = {}
         groups = []
         masters = []
-        for group in laid.stages[model]:
+        for group in layout.stages[model]:
             names = global_names(first_rank(group.names, group.ep), expert) if group.ep else group.names
             mine = [numbers.setdefault(name, len(numbers)) for name in names]
             groups.append({**group.options, "params": mine, "param_names": list(names)})
-            held = [name for name in names if laid.row(name, MASTER) is not None]
+            held = [name for name in names if layout.row(name, MASTER) is not None]
             masters.append([self._whole(composer, name, MASTER)._replace(requires_grad=True) for name in held])
         if not numbers:
             return None
         state: dict[int, dict[str, TensorRef]] = {number: {} for number in numbers.values()}
-        for tensor in laid.wanted.tensors:
-            if tensor.key.state in laid.states and tensor.key.name in numbers:
+        for tensor in layout.wanted.tensors:
+            if tensor.key.state in layout.states and tensor.key.name in numbers:
                 state[numbers[tensor.key.name]][tensor.key.state] = self._whole(composer, *tensor.key)
         inner = {"state": state, "param_groups": groups}
         wrapper = self.options.wrapper
@@ -265,23 +265,23 @@ class _ZeroWriter:
 
     def _optimizer_file(self, name: str, job: ZeroJob, data: int, model: int) -> TargetFile:
         """A rank's fp32 weights and moments as flat tensors, with what DeepSpeed says of them."""
-        laid = self.laid
+        layout = self.layout
         composer = TorchComposer()
-        groups = laid.stages[model]
+        groups = layout.stages[model]
         arrays = job.arrays(data, model)
         flat: list[TensorRef] = []
         states: dict[int, Any] = {}
         options = [{**group.options, "params": list[int]()} for group in groups]
         for number, array in enumerate(arrays):
             options[array.group]["params"].append(number)
-            if laid.stage == 3:
+            if layout.stage == 3:
                 states[number] = self._moments(composer, groups[array.group], array)
-            size = array.size if laid.plain_bf16 else array.size - array.spare
+            size = array.size if layout.plain_bf16 else array.size - array.spare
             flat.append(self._flat(composer, array, MASTER, size)._replace(requires_grad=True))
-            if laid.stage != 3:
+            if layout.stage != 3:
                 states[number] = self._moments(composer, groups[array.group], array)
         base = {"state": {n: state for n, state in states.items() if state}, "param_groups": options}
-        version = laid.extras.get("ds_version", VERSION)
+        version = layout.extras.get("ds_version", VERSION)
         state = self._state(base, flat, arrays, version)
         return composer.file(name, {"optimizer_state_dict": state, "ds_config": self._config(), "ds_version": version})
 
@@ -289,16 +289,16 @@ class _ZeroWriter:
         self, base: dict[str, Any], flat: list[TensorRef], arrays: Sequence[FlatArray], version: Any
     ) -> dict[str, Any]:
         """`optimizer_state_dict`, with its keys in the order of each optimizer."""
-        stage = {"zero_stage": Symbol(STAGE, (self.laid.stage,))}
-        if self.laid.stage == 3:
+        stage = {"zero_stage": Symbol(STAGE, (self.layout.stage,))}
+        if self.layout.stage == 3:
             return {
                 **stage,
                 **self._rest("loss_scaler", "dynamic_loss_scale", "overflow"),
-                "partition_count": self.laid.dp,
+                "partition_count": self.layout.dp,
                 "optimizer_state_dict": base,
                 "fp32_flat_groups": flat,
             }
-        plain = self.laid.plain_bf16
+        plain = self.layout.plain_bf16
         scaling = () if plain else ("loss_scaler", "dynamic_loss_scale", "overflow")
         return {
             **self._rest(*scaling, "clip_grad"),
@@ -319,7 +319,7 @@ class _ZeroWriter:
         """Scalars of the whole optimizer, as the source has them or DeepSpeed's defaults."""
         stated = {key: item for key, item in self.options.rest.items() if key not in ("state", "ds_version", WRAPPER)}
         defaults = {"loss_scaler": None, "dynamic_loss_scale": False, "overflow": False}
-        given = {key: stated.get(key, defaults.get(key)) for key in keys if key in stated or self.laid.stage == 3}
+        given = {key: stated.get(key, defaults.get(key)) for key in keys if key in stated or self.layout.stage == 3}
         given |= {key: item for key, item in stated.items() if key not in keys}
         scaler = given.get("loss_scaler")
         if "loss_scaler" in given and not isinstance(scaler, Opaque):
@@ -329,10 +329,10 @@ class _ZeroWriter:
 
     def _moments(self, composer: TorchComposer, group: ZeroGroup, array: FlatArray) -> dict[str, Any]:
         """The states of one flat group: scalars first, as torch's optimizers make them."""
-        laid = self.laid
+        layout = self.layout
         out: dict[str, Any] = {}
         folded = f"group.{group.number}"
-        if laid.row(folded, STEP) is not None:
+        if layout.row(folded, STEP) is not None:
             out[STEP] = self._whole(composer, folded, STEP)
         for key, value in group.scalars.items():
             dtype = self.options.dtypes.get(key, "")
@@ -340,18 +340,18 @@ class _ZeroWriter:
             if key not in out:
                 out[key] = composer.value((), DTYPES[dtype], raw) if raw is not None else value
         first = next(iter(array.names), "")
-        for state in laid.states:
-            if laid.row(first, state) is not None:
+        for state in layout.states:
+            if layout.row(first, state) is not None:
                 out[state] = self._flat(composer, array, state, array.size)
         return out
 
     def _flat(self, composer: TorchComposer, array: FlatArray, state: str, size: int) -> TensorRef:
         """A flat tensor of `size` elements with the parts of the parameters in it, zeros between."""
-        laid = self.laid
-        row = next((laid.rows[TensorKey(name, state)] for name in array.names), None)
-        dtype = DTYPES["F32"] if row is None else laid.wanted.tensors[row].dtype
+        layout = self.layout
+        row = next((layout.rows[TensorKey(name, state)] for name in array.names), None)
+        dtype = DTYPES["F32"] if row is None else layout.wanted.tensors[row].dtype
         return composer.tensor((size,), dtype, self._parts(array.line, state))
 
     def _parts(self, line: FlatLine[str], state: str) -> list[StoragePart]:
-        rows = self.laid.rows
+        rows = self.layout.rows
         return [StoragePart(rows[TensorKey(part.of, state)], part.box, part.at) for part in line.parts()]
