@@ -1,9 +1,8 @@
 """What a DeepSpeed checkpoint says of itself besides values: the record and the parameter groups in the extras.
 
-The one idea: whatever a writer must know to lay the same training state out again (ZeRO stage, order and groups of the
-flat tensors, ties, buffers, pipeline stages, MoE layers) is one plain value under `deepspeed` in the extras, so that it
-passes through any format that keeps extras; the optimizer's options stand under `optimizer`, one entry a parameter
-group:
+Whatever a writer must know to write the same training state again (ZeRO stage, order and groups of the flat tensors,
+ties, buffers, pipeline stages, MoE layers) is one plain value under `deepspeed` in the extras. So it passes through any
+format that keeps extras; the optimizer's options are under `optimizer`, one entry a parameter group:
 
     {"deepspeed": {"zero_stage": 1, "dtype": "BF16", "shared": {"head.weight": "embed.weight"}, ...},
      "optimizer": {"param_groups": [{"lr": 0.01, "params": ["embed.weight", ...]}], "scalars": [{"step": 3.0}], ...},
@@ -11,8 +10,8 @@ group:
 
 `params` are names in the order in which a flat group holds them (of the whole model: experts of all ranks, parameters
 of all stages). Groups are taken as any source gives them (names, or numbers with `param_names`); names that have no
-fp32 weight in the output fall out, and parameters that no group lists get a group of their own. Extras are data of a
-checkpoint: nothing is believed that has not the right type.
+fp32 weight in the output are dropped, and parameters that no group lists get a group of their own. Extras are data of a
+checkpoint: values of a wrong type are ignored.
 """
 
 from __future__ import annotations
@@ -25,35 +24,31 @@ from ckpt_tool.formats.state_dict.words import OPTIMIZER_ROOTS
 
 HOME = "deepspeed"
 OPTIMIZER = "optimizer"
-WRAPPER = "wrapper"  # under `optimizer`: what DeepSpeed's 16-bit wrapper keeps beside
+WRAPPER = "wrapper"  # under `optimizer`: what DeepSpeed's 16-bit wrapper keeps next to the optimizer
 UNUSED = "ckpt_unused"  # in a module file: values that DeepSpeed shall not take for its own
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """zero_stage: 0-3. plain_bf16: BF16_Optimizer. prefix: of the optimizer files' names. dtype: of the module's
-    parameters, "" where unknown. module: names in the module's order. shared: alias -> kept name. frozen: parameters
-    without optimizer. stages: of a pipeline, for each stage and group the names in flat order; () without one. tied:
-    layer index of each tied key. moe: prefixes of the MoE layers in the order of their numbers.
-    """
+    """How a DeepSpeed job stored its training state."""
 
-    zero_stage: int = 1
-    plain_bf16: bool = False
-    prefix: str = ""
-    dtype: str = ""
-    aligned: bool = False
-    round_robin: bool = False
-    module: tuple[str, ...] = ()
+    zero_stage: int = 1  # 0 to 3
+    plain_bf16: bool = False  # BF16_Optimizer
+    prefix: str = ""  # of the optimizer files' names
+    dtype: str = ""  # of the module's parameters, "" where unknown
+    aligned: bool = False  # parameters are padded in flat tensors (parameter_alignment)
+    round_robin: bool = False  # parameters are dealt to ranks (round_robin_gradients)
+    module: tuple[str, ...] = ()  # names in the module's order
     buffers: tuple[str, ...] = ()
-    shared: Mapping[str, str] = field(default_factory=dict)
-    frozen: tuple[str, ...] = ()
-    stages: tuple[tuple[tuple[str, ...], ...], ...] = ()
-    tied: Mapping[str, int] = field(default_factory=dict)
-    moe: tuple[str, ...] = ()
+    shared: Mapping[str, str] = field(default_factory=dict)  # alias -> kept name
+    frozen: tuple[str, ...] = ()  # parameters without optimizer
+    stages: tuple[tuple[tuple[str, ...], ...], ...] = ()  # of a pipeline: names in flat order by stage and group
+    tied: Mapping[str, int] = field(default_factory=dict)  # layer index of each tied key
+    moe: tuple[str, ...] = ()  # prefixes of the MoE layers in the order of their numbers
 
     def to_extras(self) -> dict[str, Any]:
         """Plain values: lists and dicts."""
-        return {name: _lists(value) for name, value in asdict(self).items()}
+        return {name: _to_lists(value) for name, value in asdict(self).items()}
 
     @staticmethod
     def from_extras(extras: Mapping[str, Any]) -> Described | None:
@@ -62,68 +57,68 @@ class Described:
         if not isinstance(stated, Mapping):
             return None
         try:
-            return Described(**{name: _BELIEVED[name](stated[name]) for name in _BELIEVED if name in stated})
+            return Described(**{name: _PARSERS[name](stated[name]) for name in _PARSERS if name in stated})
         except TypeError:
             return None
 
 
-def _lists(value: Any) -> Any:
+def _to_lists(value: Any) -> Any:
     if isinstance(value, tuple):
-        return [_lists(item) for item in value]
+        return [_to_lists(item) for item in value]
     return dict(value) if isinstance(value, Mapping) else value
 
 
-# -- what is believed: each raises TypeError for another value ---------------------------------------------------------
+# -- parsers of the record's values: each raises TypeError for a value of another kind ---------------------------------
 
 
-def _one_of(*known: object) -> Any:
-    def believed(value: Any) -> Any:
+def _choice_parser(*known: object) -> Any:
+    def parse(value: Any) -> Any:
         if type(value) is not type(known[0]) or value not in known:
             raise TypeError
         return value
 
-    return believed
+    return parse
 
 
-def _all(value: Any, kind: type) -> tuple[Any, ...]:
+def _parse_tuple(value: Any, kind: type) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple) or not all(type(item) is kind for item in value):
         raise TypeError
     return tuple(value)
 
 
-def _names(value: Any) -> tuple[str, ...]:
-    return _all(value, str)
+def _parse_names(value: Any) -> tuple[str, ...]:
+    return _parse_tuple(value, str)
 
 
-def _stages(value: Any) -> tuple[tuple[tuple[str, ...], ...], ...]:
+def _parse_stages(value: Any) -> tuple[tuple[tuple[str, ...], ...], ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(stage, list | tuple) for stage in value):
         raise TypeError
-    return tuple(tuple(map(_names, stage)) for stage in value)
+    return tuple(tuple(map(_parse_names, stage)) for stage in value)
 
 
-def _map_to(kind: type) -> Any:
-    def believed(value: Any) -> dict[str, Any]:
+def _mapping_parser(kind: type) -> Any:
+    def parse(value: Any) -> dict[str, Any]:
         if not isinstance(value, Mapping):
             raise TypeError
-        return dict(zip(_names([*value]), _all([*value.values()], kind), strict=True))
+        return dict(zip(_parse_names([*value]), _parse_tuple([*value.values()], kind), strict=True))
 
-    return believed
+    return parse
 
 
-_BELIEVED: Mapping[str, Any] = {
-    "zero_stage": _one_of(0, 1, 2, 3),
+_PARSERS: Mapping[str, Any] = {
+    "zero_stage": _choice_parser(0, 1, 2, 3),
     "plain_bf16": bool,
-    "prefix": _one_of("", "bf16_", "fp16_"),
-    "dtype": lambda value: _names([value])[0],
+    "prefix": _choice_parser("", "bf16_", "fp16_"),
+    "dtype": lambda value: _parse_names([value])[0],
     "aligned": bool,
     "round_robin": bool,
-    "module": _names,
-    "buffers": _names,
-    "shared": _map_to(str),
-    "frozen": _names,
-    "stages": _stages,
-    "tied": _map_to(int),
-    "moe": _names,
+    "module": _parse_names,
+    "buffers": _parse_names,
+    "shared": _mapping_parser(str),
+    "frozen": _parse_names,
+    "stages": _parse_stages,
+    "tied": _mapping_parser(int),
+    "moe": _parse_names,
 }
 
 
@@ -132,7 +127,7 @@ _BELIEVED: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What stands under `optimizer`."""
+    """What is stored under `optimizer`."""
 
     groups: Sequence[Mapping[str, Any]] = ()  # `param_groups`, whose `params` are names
     scalars: Sequence[Mapping[str, Any]] | None = None  # of each group (`step`), None without ZeRO
@@ -147,17 +142,21 @@ class Options:
     @staticmethod
     def from_extras(extras: Mapping[str, Any]) -> Options:
         """All but the groups and their scalars, which other sources keep elsewhere (`stated_groups`)."""
-        home = extras.get(OPTIMIZER)
-        rest = dict(home) if isinstance(home, Mapping) else {}
-        _, _, dtypes = (rest.pop(key, None) for key in ("param_groups", "scalars", "scalar_dtypes"))
-        named = {k: d for k, d in dtypes.items() if isinstance(d, str)} if isinstance(dtypes, Mapping) else {}
-        return Options(dtypes=named, rest=rest)
+        optimizer = extras.get(OPTIMIZER)
+        rest = dict(optimizer) if isinstance(optimizer, Mapping) else {}
+        rest.pop("param_groups", None)
+        rest.pop("scalars", None)
+        stated_dtypes = rest.pop("scalar_dtypes", None)
+        dtypes = {}
+        if isinstance(stated_dtypes, Mapping):
+            dtypes = {key: dtype for key, dtype in stated_dtypes.items() if isinstance(dtype, str)}
+        return Options(dtypes=dtypes, rest=rest)
 
     @property
     def wrapper(self) -> Mapping[str, Any] | None:
-        """What DeepSpeed's 16-bit wrapper keeps beside the optimizer, None where there was none."""
-        found = self.rest.get(WRAPPER)
-        return found if isinstance(found, Mapping) else None
+        """What DeepSpeed's 16-bit wrapper keeps next to the optimizer, None where there was none."""
+        wrapper = self.rest.get(WRAPPER)
+        return wrapper if isinstance(wrapper, Mapping) else None
 
 
 # -- parameter groups --------------------------------------------------------------------------------------------------
@@ -177,27 +176,31 @@ class ZeroGroup:
 
 def groups_of(extras: Mapping[str, Any], masters: Mapping[str, tuple[int, ...]]) -> list[ZeroGroup]:
     """The groups of the parameters in `masters`, in the source's order."""
-    out: list[ZeroGroup] = []
-    seen: set[str] = set()
+    groups: list[ZeroGroup] = []
+    grouped_names: set[str] = set()
     for stated, scalars in stated_groups(extras):
-        names = [name for name in dict.fromkeys(names_of(stated)) if name in masters and name not in seen]
-        seen |= set(names)
+        names = [name for name in dict.fromkeys(names_of(stated)) if name in masters and name not in grouped_names]
+        grouped_names |= set(names)
         options = {key: item for key, item in stated.items() if key not in ("params", "param_names")}
         if names:
-            out.append(ZeroGroup(names, options, scalars, number=len(out)))
-    rest = [name for name in masters if name not in seen]
-    if rest:
-        first = out[0] if out else ZeroGroup([])
-        out.append(ZeroGroup(rest, first.options, first.scalars, listed=False, number=len(out)))
-    return out
+            groups.append(ZeroGroup(names, options, scalars, number=len(groups)))
+    ungrouped_names = [name for name in masters if name not in grouped_names]
+    if ungrouped_names:
+        first = groups[0] if groups else ZeroGroup([])
+        groups.append(ZeroGroup(ungrouped_names, first.options, first.scalars, listed=False, number=len(groups)))
+    return groups
 
 
 def stated_groups(extras: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     """(parameter group, its scalars) of an optimizer, or of all of a chained one (Megatron's experts)."""
-    homes = _homes(extras)
-    groups = [group for home in homes for group in home["param_groups"] if isinstance(group, Mapping)]
-    listed = homes[0].get("scalars") if len(homes) == 1 else None
-    scalars = listed if isinstance(listed, list) and len(listed) == len(groups) else [None] * len(groups)
+    optimizers = _find_optimizers(extras)
+    groups = [group for home in optimizers for group in home["param_groups"] if isinstance(group, Mapping)]
+    stated_scalars = optimizers[0].get("scalars") if len(optimizers) == 1 else None
+    scalars = (
+        stated_scalars
+        if isinstance(stated_scalars, list) and len(stated_scalars) == len(groups)
+        else [None] * len(groups)
+    )
     return [(g, s if isinstance(s, Mapping) else {}) for g, s in zip(groups, scalars, strict=True)]
 
 
@@ -210,15 +213,20 @@ def names_of(group: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def _homes(extras: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _find_optimizers(extras: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The parts of the extras that have an optimizer's groups."""
     if isinstance(extras.get("param_groups"), list):
         return [extras]
     for key in sorted(OPTIMIZER_ROOTS, key=lambda key: (key != OPTIMIZER, key)):
-        found = extras.get(key)
-        parts = (part for part in (found if isinstance(found, list | tuple) else [found]) if isinstance(part, Mapping))
-        inner = ((part if isinstance(part.get("param_groups"), list) else part.get(OPTIMIZER)) for part in parts)
-        homes = [home for home in inner if isinstance(home, Mapping) and isinstance(home.get("param_groups"), list)]
-        if homes:
-            return homes
+        value = extras.get(key)
+        optimizers = []
+        for part in value if isinstance(value, list | tuple) else [value]:
+            if not isinstance(part, Mapping):
+                continue
+            # Megatron's chained optimizers have theirs one level down.
+            inner = part if isinstance(part.get("param_groups"), list) else part.get(OPTIMIZER)
+            if isinstance(inner, Mapping) and isinstance(inner.get("param_groups"), list):
+                optimizers.append(inner)
+        if optimizers:
+            return optimizers
     return []

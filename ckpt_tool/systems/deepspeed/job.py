@@ -1,8 +1,8 @@
-"""The job of a DeepSpeed checkpoint: which interval of which parameter lies where in which rank's flat tensors.
+"""The job of a DeepSpeed checkpoint: which interval of which parameter each rank's flat tensors store, and where.
 
-The one idea: a `ZeroJob` is the ZeRO stage, the ranks and the flat groups, and says of every rank what its flat tensors
-hold (`ZeroJob.arrays`). The reader makes it from `param_shapes` and matches it to what the optimizer files have, the
-writer makes it from the parameter groups and fills it.
+A `ZeroJob` is the ZeRO stage, the ranks and the flat groups, and says of every rank what its flat tensors hold
+(`ZeroJob.arrays`). The reader makes it from `param_shapes` and matches it to what the optimizer files have, the writer
+makes it from the parameter groups and fills it.
 
 ZeRO 1 and 2 (and BF16_Optimizer) lay the parameters of a group end to end and cut the whole into equal partitions;
 ZeRO 3 cuts every parameter by itself:
@@ -32,7 +32,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd, prod
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ckpt_tool.core.flat_line import FlatLine, LinePlace
 from ckpt_tool.core.integers import ceil_div
@@ -58,12 +58,10 @@ class Config:
 
     @staticmethod
     def of(ds_config: object) -> Config:
-        """From the extras, of which nothing is believed that has not the right type."""
-        config = ds_config if isinstance(ds_config, Mapping) else {}
-        zero, types = (
-            part if isinstance(part, Mapping) else {}
-            for part in (config.get("zero_optimization"), config.get("data_types"))
-        )
+        """From the extras; values of another type than DeepSpeed's are ignored."""
+        config = _mapping(ds_config)
+        zero = _mapping(config.get("zero_optimization"))
+        types = _mapping(config.get("data_types"))
         size = zero.get("sub_group_size")
         return Config(
             zero.get("stage"),
@@ -75,6 +73,11 @@ class Config:
         )
 
 
+def _mapping(value: object) -> Mapping[Any, Any]:
+    """The value where it is a mapping, else an empty one."""
+    return value if isinstance(value, Mapping) else {}
+
+
 class FlatGroup(NamedTuple):
     """A flat group of a pipeline stage; at ZeRO 3 a sub-group."""
 
@@ -83,7 +86,7 @@ class FlatGroup(NamedTuple):
     number: int  # of its parameter group
     ep: int = 1  # expert ranks, each with a line of its own of the group
     size: int = 0  # elements of each rank's partition
-    gaps: tuple[int, ...] = ()  # elements of padding behind each parameter (both of ZeRO 1 and 2)
+    gaps: tuple[int, ...] = ()  # elements of padding after each parameter (like `size` of ZeRO 1 and 2 alone)
 
 
 def partitioned(shapes: Mapping[str, Shape], number: int, ep: int, ranks: int, itemsize: int) -> FlatGroup:
@@ -96,29 +99,31 @@ def partitioned(shapes: Mapping[str, Shape], number: int, ep: int, ranks: int, i
 
 
 def alignment_gaps(numels: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Elements of padding behind each parameter under `parameter_alignment`."""
+    """Elements of padding after each parameter but the last under `parameter_alignment`."""
     unit = PARAMETER_ALIGNMENT // gcd(PARAMETER_ALIGNMENT, itemsize)
-    out = []
-    at = 0
+    gaps = []
+    start = 0
     for number, numel in enumerate(numels):
-        out.append(0 if number == len(numels) - 1 else -(at + numel) % unit)
-        at += numel + out[-1]
-    return tuple(out)
+        is_last = number == len(numels) - 1
+        gap = 0 if is_last else -(start + numel) % unit
+        gaps.append(gap)
+        start += numel + gap
+    return tuple(gaps)
 
 
 def sub_groups(shapes: Mapping[str, Shape], number: int, ranks: int, size: int) -> Iterator[FlatGroup]:
     """A parameter group's sub-groups at ZeRO 3. size: `sub_group_size`, elements of a rank."""
     names = list(shapes)
     counts = [share(prod(shape), ranks) for shape in shapes.values()]
-    begin = 0
-    filled = 0
-    whole = size >= sum(counts)
+    first = 0
+    elements = 0
+    is_one_group = size >= sum(counts)
     for i, count in enumerate(counts):
-        filled += count
-        if (not whole and filled >= size) or i == len(counts) - 1:
-            yield FlatGroup({name: shapes[name] for name in names[begin : i + 1]}, number)
-            begin = i + 1
-            filled = 0
+        elements += count
+        if (not is_one_group and elements >= size) or i == len(counts) - 1:
+            yield FlatGroup({name: shapes[name] for name in names[first : i + 1]}, number)
+            first = i + 1
+            elements = 0
 
 
 def deal(items: Sequence[T], hands: int) -> list[T]:
@@ -138,7 +143,7 @@ def share(numel: int, ranks: int) -> int:
 
 
 def shares(shapes: Mapping[str, Shape], ranks: int, rank: int) -> tuple[FlatLine[str], int]:
-    """(what a rank's shares of some parameters hold, laid end to end, their elements with padding)."""
+    """(what a rank's shares of some parameters hold, end to end, their elements with padding)."""
     places = []
     at = 0
     for name, shape in shapes.items():
@@ -153,7 +158,7 @@ def shares(shapes: Mapping[str, Shape], ranks: int, rank: int) -> tuple[FlatLine
 
 
 class FlatArray(NamedTuple):
-    """A flat tensor of a rank; its fp32 weights and each of its moments are laid out alike."""
+    """A flat tensor of a rank; its fp32 weights and each of its moments have the same layout."""
 
     group: int  # number of its parameter group
     line: FlatLine[str]  # what it holds, under the names of the whole model
@@ -181,13 +186,12 @@ class _WholeLine(NamedTuple):
 
 @dataclass(frozen=True)
 class ZeroJob:
-    """zero: the stage, 1 to 3. dp: data ranks. data_first: `use_data_before_expert_parallelism`. stages: the flat
-    groups of every pipeline stage."""
+    """What every rank's flat tensors hold."""
 
-    zero: int
-    dp: int
-    data_first: bool
-    stages: Sequence[Sequence[FlatGroup]]
+    zero: int  # the stage, 1 to 3
+    dp: int  # data ranks
+    data_first: bool  # `use_data_before_expert_parallelism`
+    stages: Sequence[Sequence[FlatGroup]]  # the flat groups of every pipeline stage
 
     def expert_rank(self, data: int, ep: int) -> tuple[int, int]:
         """(expert rank of a data rank, its number among those that hold the same experts)."""
@@ -198,46 +202,53 @@ class ZeroJob:
 
     def arrays(self, data: int, stage: int) -> list[FlatArray]:
         """The flat tensors of a rank, in the order of its file."""
-        whole = self._array if not self.borders else self._cut
-        return [whole(data, stage, number) for number in range(len(self.stages[stage]))]
+        arrays = [self._build_array(data, stage, number) for number in range(len(self.stages[stage]))]
+        if not self.borders:
+            return arrays
+        return [array._replace(line=array.line.cut(self.borders)) for array in arrays]
 
-    def _cut(self, data: int, stage: int, number: int) -> FlatArray:
-        array = self._array(data, stage, number)
-        return array._replace(line=array.line.cut(self.borders))
-
-    def _array(self, data: int, stage: int, number: int) -> FlatArray:
+    def _build_array(self, data: int, stage: int, number: int) -> FlatArray:
         group = self.stages[stage][number]
         if self.zero == 3:
             line, size = shares(group.shapes, self.dp, data)
             return FlatArray(group.number, line, {name: name for name in group.shapes}, size, 0, self.dp, ())
-        expert, turn = self.expert_rank(data, group.ep)
-        whole = self._lines[stage][number][expert]
-        stop = (turn + 1) * group.size
-        line = whole.line.window(stop - group.size, stop)
-        spare = min(group.size, max(0, stop - whole.line.end))
-        return FlatArray(group.number, line, whole.names, group.size, spare, self.dp // group.ep, group.gaps)
+
+        # ZeRO 1 and 2: a window of the group's line on this expert rank.
+        expert, partition = self.expert_rank(data, group.ep)
+        uncut = self._lines[stage][number][expert]
+        stop = (partition + 1) * group.size
+        line = uncut.line.window(stop - group.size, stop)
+        spare = min(group.size, max(0, stop - uncut.line.end))
+        return FlatArray(group.number, line, uncut.names, group.size, spare, self.dp // group.ep, group.gaps)
 
     @cached_property
     def _lines(self) -> list[list[list[_WholeLine]]]:
         """By stage, group and expert rank."""
-        return [[[_line(group, expert) for expert in range(group.ep)] for group in stage] for stage in self.stages]
+        return [[_lay_lines(group) for group in stage] for stage in self.stages]
 
     @cached_property
     def borders(self) -> Mapping[str, set[int]]:
         """Where the stages of a pipeline cut a parameter that several of them hold (a tied one): all cut it at all
         borders, so that equal boxes are copies of each other."""
-        seen = Counter(name for stage in self.stages for group in stage for name in group.shapes)
-        out: dict[str, set[int]] = {name: set() for name, count in seen.items() if count > 1}
-        for stage, groups in enumerate(self.stages if out else ()):
+        holders = Counter(name for stage in self.stages for group in stage for name in group.shapes)
+        borders: dict[str, set[int]] = {name: set() for name, count in holders.items() if count > 1}
+        if not borders:
+            return borders
+
+        for stage, groups in enumerate(self.stages):
             for number in range(len(groups)):
                 for data in range(self.dp):
-                    for place in self._array(data, stage, number).line.places:
-                        if place.of in out:
-                            out[place.of] |= {place.start, place.stop}
-        return out
+                    for place in self._build_array(data, stage, number).line.places:
+                        if place.of in borders:
+                            borders[place.of] |= {place.start, place.stop}
+        return borders
 
 
-def _line(group: FlatGroup, expert: int) -> _WholeLine:
-    names = global_names(group.shapes, expert)
-    line = FlatLine.end_to_end(zip(names, group.shapes.values(), group.gaps, strict=True))
-    return _WholeLine(line, dict(zip(names, group.shapes, strict=True)))
+def _lay_lines(group: FlatGroup) -> list[_WholeLine]:
+    """The group's line on every expert rank."""
+    lines = []
+    for expert in range(group.ep):
+        names = global_names(group.shapes, expert)
+        line = FlatLine.end_to_end(zip(names, group.shapes.values(), group.gaps, strict=True))
+        lines.append(_WholeLine(line, dict(zip(names, group.shapes, strict=True))))
+    return lines

@@ -1,11 +1,10 @@
 """All files of a DeepSpeed checkpoint as one catalog: which must be there, that they are of one save, what they hold.
 
-The one idea: the module files say names and shapes in flat order, from which `deepspeed.job` says what every rank's
-flat tensors hold; a `ZeroReader` holds that against what the optimizer files have and makes chunks of it. At stage 3
-every
-data rank writes `param_shapes`, `frozen_param_shapes`, `buffer_names` of the whole model stage, and the flat tensors of
-all ranks are cut by one of them: a rank that says otherwise has a flat tensor of another model, or was edited, and a
-name that its own module does not have is no parameter of this model.
+The module files say names and shapes in flat order, from which `deepspeed.job` says what every rank's flat tensors
+hold; a `ZeroReader` compares that with what the optimizer files have and makes chunks of it. At stage 3 every data rank
+writes `param_shapes`, `frozen_param_shapes`, `buffer_names` of the whole model stage, and the flat tensors of all ranks
+are cut by one of them: a rank that lists others has a flat tensor of another model, or was edited, and a name that its
+own module does not have is no parameter of this model.
 
     zero_pp_rank_1_..._states.pt: param_shapes[0] has w2 [23, 10] at place 3, but w1 [10, 23] in zero_pp_rank_0_...
 
@@ -72,13 +71,13 @@ def read(tree: Tree) -> Catalog:
             hint="pass the folder that holds mp_rank_00_model_states.pt, or the one above it with the file `latest`",
         )
     reader = ZeroReader(tree, files)
-    reader.open()
+    reader.read_files()
     if reader.optimizers:
-        reader.flat_tensors()
+        reader.add_flat_tensors()
     module = Module(tree, files, reader.modules, reader.shapes, dp=reader.dp, pp=reader.pp, stage=reader.stage)
     module.read()
     reader.notes += module.notes
-    reader.also(module)
+    reader.note_code(module)
     return reader.catalog(module)
 
 
@@ -88,11 +87,11 @@ class ZeroReader:
 
     tree: Tree
     files: ZeroFiles
-    # modules, optimizers: (data rank, model rank) -> file
+    # (data rank, model rank) -> file
     modules: dict[tuple[int, int], ModuleFile] = field(default_factory=dict)
     optimizers: dict[tuple[int, int], OptimizerFile] = field(default_factory=dict)
     config: Config = Config()
-    # of all parameters of flat tensors, in order of first sight
+    # of all parameters of flat tensors, in the order in which they are met
     shapes: dict[str, Shape] = field(default_factory=dict)
     chunks: dict[TensorKey, list[Chunk]] = field(default_factory=dict)
     states: dict[str, None] = field(default_factory=dict)
@@ -107,14 +106,14 @@ class ZeroReader:
     ep: int = 1
     stage: int = 0
 
-    def also(self, file: ModuleFile | OptimizerFile | Module) -> None:
+    def note_code(self, file: ModuleFile | OptimizerFile | Module) -> None:
         """Note which code the pickles of a file name."""
         self.unsafe += file.unsafe
         self.globals.update(dict.fromkeys(file.globals))
 
     # -- which files ---------------------------------------------------------------------------------------------------
 
-    def open(self) -> None:
+    def read_files(self) -> None:
         """Read every file's pickle. Raises Incomplete E0302 naming the missing ones, InputError E0356 for kinds that
         are not read, InconsistentCheckpoint E0359 for ranks of two saves."""
         if self.files.refused:
@@ -122,12 +121,15 @@ class ZeroReader:
             hint = "save it with tensor parallel 1, or as a universal checkpoint"
             others = [name for name, _ in self.files.refused[1:SHOWN]]
             raise refused(f"{why} are not read", self.tree.display(name), hint, others)
+
         names = {**{(0, mp): name for mp, name in self.files.model.items()}, **self.files.model3}
         if not names:
-            raise self._missing([MODEL.format(model=0)])
-        first = self._first(names)
+            raise self._missing_error([MODEL.format(model=0)])
+        first = self._read_first_module(names)
         self.config = Config.of(first.values.get("ds_config"))
-        self.dp, models = first.count("dp_world_size"), self._model_ranks(first)
+
+        self.dp = first.count("dp_world_size")
+        models = self._count_model_ranks(first)
         self.stage = 3 if self.files.model3 else 0
         if self.dp * models > FILES:
             raise CorruptFile(
@@ -136,23 +138,25 @@ class ZeroReader:
                 path=first.path,
                 hint="the file is damaged",
             )
+
         trains = bool(self.files.optim) or first.shapes is not None
-        wanted = rank_files(self.stage or int(trains), min(self.files.prefixes, default=""), self.dp, models)
-        absent = [name for rank, name in wanted.modules.items() if rank not in names]
-        absent += [name for rank, name in wanted.optimizers.items() if rank not in self.files.optim]
-        if absent:
-            fault = self._missing(absent)
-            report_missing(fault, files=absent)
-            raise fault  # where the parts of a flat group begin depends on all of them
-        self._no_strangers(models)
+        expected = rank_files(self.stage or int(trains), min(self.files.prefixes, default=""), self.dp, models)
+        absent_names = [name for rank, name in expected.modules.items() if rank not in names]
+        absent_names += [name for rank, name in expected.optimizers.items() if rank not in self.files.optim]
+        if absent_names:
+            fault = self._missing_error(absent_names)
+            report_missing(fault, files=absent_names)
+            raise fault  # even for a partial read: where the parts of a flat group begin depends on all of them
+
+        self._refuse_other_files(models)
         self._read_all(names, {names[min(names)]: first})
         for module in self.modules.values():
-            self.also(module)
+            self.note_code(module)
         for optimizer in self.optimizers.values():
-            self.also(optimizer)
-        self._of_one_save()
+            self.note_code(optimizer)
+        self._check_one_save()
 
-    def _first(self, names: Mapping[tuple[int, int], str]) -> ModuleFile:
+    def _read_first_module(self, names: Mapping[tuple[int, int], str]) -> ModuleFile:
         """The first module file, which says how many there are. Where it does not read, the others are tried too."""
         try:
             return read_module(self.tree, names[min(names)])
@@ -176,7 +180,7 @@ class ZeroReader:
 
         for_each((*modules, *optimizers), read)
 
-    def _model_ranks(self, first: ModuleFile) -> int:
+    def _count_model_ranks(self, first: ModuleFile) -> int:
         """Model ranks, all of them pipeline stages: tensor parallel ranks are refused."""
         models = first.count("mp_world_size")
         dims = first.values.get("checkpoint_parallel_dimensions")
@@ -192,7 +196,8 @@ class ZeroReader:
         self.pp = models
         return models
 
-    def _no_strangers(self, models: int) -> None:
+    def _refuse_other_files(self, models: int) -> None:
+        """Raise InconsistentCheckpoint E0359 for files of ranks that this save does not have."""
         ranked = [*self.files.optim.items(), *self.files.model3.items()]
         strangers = [name for (data, model), name in ranked if data >= self.dp or model >= models]
         strangers += [name for model, name in self.files.model.items() if model >= models or self.stage == 3]
@@ -206,7 +211,7 @@ class ZeroReader:
                 faults=sorted(strangers)[8:],
             )
 
-    def _missing(self, names: Sequence[str]) -> Incomplete:
+    def _missing_error(self, names: Sequence[str]) -> Incomplete:
         return lost(
             f"{len(names)} files are missing: {', '.join(names[:8])}",
             self.tree.display(),
@@ -216,141 +221,177 @@ class ZeroReader:
 
     # -- of one save ---------------------------------------------------------------------------------------------------
 
-    def _of_one_save(self) -> None:
-        """Ranks that disagree in a counter, an option or a scalar are of different steps, or of different runs."""
+    def _check_one_save(self) -> None:
+        """Raise InconsistentCheckpoint E0359 where ranks disagree in a counter, an option or a scalar: then they are of
+        different steps, or of different runs."""
         modules = list(self.modules.values())
+
+        # Each rank is compared with the first; what only one rank knows may differ.
         for other in modules[1:]:
-            for key, mine, theirs in _unequal(modules[0].values, other.values):
+            for key, value, other_value in _differing_values(modules[0].values, other.values):
                 if key in COUNTERS:
-                    raise _other(other.path, key, theirs, mine, modules[0].path)
+                    raise _difference_error(other.path, key, other_value, value, modules[0].path)
                 if key not in _OF_A_RANK:
                     what = f"{key} of {other.path.rpartition('/')[2]} differs from rank 0's, which is kept"
                     self.notes.append(Note("W-ranks-differ", what, other.path))
+
         optimizers = list(self.optimizers.values())
         for file in optimizers[1:]:
             first = optimizers[0]
-            kinds = [(f.stage, f.plain_bf16, len(f.param_groups)) for f in (first, file)]
-            if kinds[0] != kinds[1]:
-                raise _other(file.path, "zero_stage or its groups", file.stage, first.stage, first.path)
-            for group, its in zip(first.param_groups, file.param_groups, strict=True):
-                for key, mine, theirs in _unequal(group, its):
-                    raise _other(file.path, f"param_groups {key}", theirs, mine, first.path)
-            for key, mine, theirs in _unequal(first.rest, file.rest):
-                raise _other(file.path, key, theirs, mine, first.path)
-        self._same_lists()
-        self._steps()
+            forms = [
+                (rank_file.stage, rank_file.plain_bf16, len(rank_file.param_groups)) for rank_file in (first, file)
+            ]
+            if forms[0] != forms[1]:
+                raise _difference_error(file.path, "zero_stage or its groups", file.stage, first.stage, first.path)
+            for group, other_group in zip(first.param_groups, file.param_groups, strict=True):
+                for key, value, other_value in _differing_values(group, other_group):
+                    raise _difference_error(file.path, f"param_groups {key}", other_value, value, first.path)
+            for key, value, other_value in _differing_values(first.rest, file.rest):
+                raise _difference_error(file.path, key, other_value, value, first.path)
+        self._check_lists()
+        self._check_steps()
 
-    def _same_lists(self) -> None:
-        """Data ranks of one stage that list other parameters, and lists that contradict the module beside them; all at
-        once."""
+    def _check_lists(self) -> None:
+        """Raise InconsistentCheckpoint E0359 for all data ranks of one stage that list other parameters, and for lists
+        that contradict the module next to them."""
         faults: list[tuple[str, str]] = []
         for (_, mp), file in sorted(self.modules.items()):
             first = self.modules[0, mp]
             if file is not first:
                 name = first.path.rpartition("/")[2]
-                faults += ((file.path, f"{what} in {name}") for what in _unlike(file, first))
-            faults += ((file.path, what) for what in _contradictions(file, stage3=self.stage == 3))
+                faults += ((file.path, f"{what} in {name}") for what in _list_differences(file, first))
+            faults += ((file.path, what) for what in _find_contradictions(file, stage3=self.stage == 3))
+
         if faults:
             others = [f"{path.rpartition('/')[2]}: {what}" for path, what in faults[1:]]
             hint = "the files come from two runs, or one was edited: fetch one save whole"
             raise disagree(faults[0][1], faults[0][0], hint=hint, faults=others)
 
-    def _steps(self) -> None:
-        """One step counter for all: ranks, groups and stages step together."""
-        found = [
-            (file.path, n, group.scalars["step"])
-            for file in self.optimizers.values()
-            for n, group in enumerate(file.groups)
-            if "step" in group.scalars
-        ]
-        for path, number, step in found:
-            if step != found[0][2]:
+    def _check_steps(self) -> None:
+        """Raise InconsistentCheckpoint E0359 unless all ranks, groups and stages have one step counter."""
+        steps = []
+        for file in self.optimizers.values():
+            for number, group in enumerate(file.groups):
+                if "step" in group.scalars:
+                    steps.append((file.path, number, group.scalars["step"]))
+
+        for path, number, step in steps:
+            first_path, first_number, first_step = steps[0]
+            if step != first_step:
+                name = first_path.rpartition("/")[2]
                 raise disagree(
-                    f"step {step} in flat group {number}, but {found[0][2]} in group {found[0][1]} of "
-                    f"{found[0][0].rpartition('/')[2]}",
-                    path,
+                    f"step {step} in flat group {number}, but {first_step} in group {first_number} of {name}", path
                 )
 
     # -- the optimizer -------------------------------------------------------------------------------------------------
 
-    def flat_tensors(self) -> None:
-        """Every rank's flat tensors as chunks of the parameters, as the job lays them out."""
-        stages = [list(self._groups(mp)) for mp in range(self.pp)]
+    def add_flat_tensors(self) -> None:
+        """Add every rank's flat tensors as chunks of the parameters, as the job lays them out."""
+        stages = [list(self._build_groups(mp)) for mp in range(self.pp)]
         job = ZeroJob(self.stage, self.dp, self.config.data_first, stages)
         self.tied = frozenset(job.borders)
+
         for mp in range(self.pp):
             for dp in range(self.dp):
-                for stored, array in zip(self.optimizers[dp, mp].groups, job.arrays(dp, mp), strict=True):
-                    self._check(stored, array, self.optimizers[dp, mp].path)
-                    for state, part in {MASTER: stored.master, **stored.states}.items():
-                        self.states[state] = None
-                        for name, chunk in array.line.chunks(part):
-                            self.chunks.setdefault(TensorKey(name, state), []).append(chunk)
+                file = self.optimizers[dp, mp]
+                for stored, array in zip(file.groups, job.arrays(dp, mp), strict=True):
+                    self._check_array(stored, array, file.path)
+                    self._add_chunks(stored, array)
 
-    def _groups(self, mp: int) -> Iterator[FlatGroup]:
+    def _add_chunks(self, stored: FlatTensor, array: FlatArray) -> None:
+        """Add the parts of the parameters in one flat group of a rank, for every state."""
+        for state, part in {MASTER: stored.master, **stored.states}.items():
+            self.states[state] = None
+            for name, chunk in array.line.chunks(part):
+                self.chunks.setdefault(TensorKey(name, state), []).append(chunk)
+
+    def _build_groups(self, mp: int) -> Iterator[FlatGroup]:
         """The flat groups of a pipeline stage, as its module file lists them; their names and shapes are noted."""
         module = self.modules[0, mp]
         shapes = module.shapes or []
         ranks = [self.optimizers[dp, mp] for dp in range(self.dp)]
         if any(len(rank.groups) != len(shapes) for rank in ranks):
-            have = [len(rank.groups) for rank in ranks][:8]
-            raise disagree(f"param_shapes lists {len(shapes)} groups, the optimizer has {have}", module.path)
+            counts = [len(rank.groups) for rank in ranks][:8]
+            raise disagree(f"param_shapes lists {len(shapes)} groups, the optimizer has {counts}", module.path)
+
         self.stage = ranks[0].stage
         self.stages.append([[] for _ in ranks[0].param_groups])
         for number, listed in enumerate(shapes):
-            group = self._group(listed, [rank.groups[number] for rank in ranks], ranks[0], module.path)
+            group = self._build_group(listed, [rank.groups[number] for rank in ranks], ranks[0], module.path)
             self.ep = max(self.ep, group.ep)
+
+            # A flat group lists expert rank 0's parameters: the names of the other ranks follow.
             for expert in range(group.ep):
                 names = global_names(listed, expert)
                 for name, shape in zip(names, listed.values(), strict=True):
                     if self.shapes.setdefault(name, shape) != shape:
                         what = f"shape {list(shape)}, but {list(self.shapes[name])} in another stage"
                         raise disagree(what, module.path, name)
-                dealt = self.config.round_robin and self.stage != 3
-                self.stages[mp][group.number] += undeal(names, self.dp // group.ep) if dealt else names
+
+                # Round robin deals the parameters to the ranks: the group's own order is the undealt one.
+                is_dealt = self.config.round_robin and self.stage != 3
+                self.stages[mp][group.number] += undeal(names, self.dp // group.ep) if is_dealt else names
             yield group
 
-    def _group(
+    def _build_group(
         self, shapes: Mapping[str, Shape], ranks: Sequence[FlatTensor], file: OptimizerFile, shown: str
     ) -> FlatGroup:
+        """A flat group. Raises InconsistentCheckpoint E0359 where its partitions are not those of the data ranks.
+
+        Args:
+            shapes: the entry of `param_shapes`.
+            ranks: the flat tensors of all data ranks.
+            file: the optimizer file of the first of them.
+            shown: the module file's path for messages.
+        """
         number = ranks[0].options
         if self.stage == 3:
             return FlatGroup(shapes, number)
+
+        # Experts are cut over the data ranks that hold them: so many partitions, so many expert ranks.
         count = ranks[0].count
         ep = self.dp // count if count and self.dp % count == 0 else 0
-        moe = bool(file.param_groups[number].get("moe")) or any(expert_name_of(name) for name in shapes)
-        if ep < 1 or (ep > 1 and not moe):
+        has_experts = bool(file.param_groups[number].get("moe")) or any(expert_name_of(name) for name in shapes)
+        if ep < 1 or (ep > 1 and not has_experts):
             raise disagree(f"partition_count is {count} of {self.dp} data ranks", shown)
+
         gaps = ranks[0].gaps
         size = max(array.numel for rank in ranks for array in (rank.master, *rank.states.values()))
-        return FlatGroup(shapes, number, ep, size, gaps if len(gaps) == len(shapes) else (0,) * len(shapes))
+        if len(gaps) != len(shapes):
+            gaps = (0,) * len(shapes)
+        return FlatGroup(shapes, number, ep, size, gaps)
 
-    def _check(self, stored: FlatTensor, array: FlatArray, path: str) -> None:
-        """What the job says of a flat tensor against its length and against what the rank itself says of it."""
-        have = stored.master.numel
-        if self.stage == 3 and have != array.size:
+    def _check_array(self, stored: FlatTensor, array: FlatArray, path: str) -> None:
+        """Raise InconsistentCheckpoint E0359 where a flat tensor does not have the length that the job gives it, or
+        where the rank's own record places parameters differently."""
+        numel = stored.master.numel
+        if self.stage == 3 and numel != array.size:
             raise disagree(
-                f"a flat group of {have} elements, its parameters over {self.dp} ranks take {array.size}", path
+                f"a flat group of {numel} elements, its parameters over {self.dp} ranks take {array.size}", path
             )
-        if array.line.end > have:
-            raise disagree(f"the fp32 partition has {have} elements, its parameters take {array.line.end}", path)
-        if stored.mapping is None or self.config.round_robin:  # dealt out, DeepSpeed states the undealt places
+        if array.line.end > numel:
+            raise disagree(f"the fp32 partition has {numel} elements, its parameters take {array.line.end}", path)
+
+        # With round robin the record has the places before parameters are dealt to ranks: it proves nothing.
+        if stored.mapping is None or self.config.round_robin:
             return
         stated = stored.mapping
-        ours = array.slices()
-        for wrong in (name for name in (*ours, *stated) if stated.get(name) != ours.get(name)):
+        computed = array.slices()
+        for name in (*computed, *stated):
+            if stated.get(name) == computed.get(name):
+                continue
             raise disagree(
-                f"param_slice_mappings puts {wrong} at {stated.get(wrong)} (elements, start), its shape and order at "
-                f"{ours.get(wrong)}",
+                f"param_slice_mappings puts {name} at {stated.get(name)} (elements, start), its shape and order at "
+                f"{computed.get(name)}",
                 path,
-                wrong,
+                name,
                 "files of two runs are mixed, or a version of DeepSpeed cuts its groups in a way not known here",
             )
 
-    def flat(self) -> dict[TensorKey, LogicalTensor]:
-        """The parameters of the flat tensors, state by state; gaps are left to the catalog's check. Those without
-        elements lie nowhere and have the states that the others have."""
-        out = {}
+    def build_flat_tensors(self) -> dict[TensorKey, LogicalTensor]:
+        """The parameters of the flat tensors, state by state; gaps are left to the catalog's check. Parameters without
+        elements are stored nowhere; they have the states that the others have."""
+        tensors = {}
         empty = {}
         for state in self.states:
             dtype = next((c[0].array.dtype for key, c in self.chunks.items() if key.state == state), DTYPES["F32"])
@@ -358,32 +399,35 @@ class ZeroReader:
                 key = TensorKey(name, state)
                 chunks = self.chunks.get(key)
                 if chunks:
-                    held = mark_replicas(chunks) if name in self.tied else tuple(chunks)
-                    out[key] = LogicalTensor(key, shape, chunks[0].array.dtype, held)
+                    marked = mark_replicas(chunks) if name in self.tied else tuple(chunks)
+                    tensors[key] = LogicalTensor(key, shape, chunks[0].array.dtype, marked)
                 elif not prod(shape):
                     empty[key] = LogicalTensor(key, shape, dtype, ())
-        return out | empty
+        return tensors | empty
 
     # -- the catalog ---------------------------------------------------------------------------------------------------
 
     def catalog(self, module: Module) -> Catalog:
         """Everything that was found."""
-        tensors = module.tensors() | self.flat()
+        tensors = module.tensors() | self.build_flat_tensors()
         options: Options | None
         if self.optimizers:
-            options = self._options()
+            options = self._collect_options()
         else:
-            plain = self._plain(module)
+            plain = self._read_plain_optimizer(module)
             options = plain.options
             tensors = tensors | plain.tensors
             self.notes += plain.notes
             self.stages = plain.stages
+
         tensors, unread = set_apart(tensors | module.clients)
+
         values = self.modules[min(self.modules)].values
         extras = {key: item for key, item in values.items() if key not in _OF_THE_JOB}
         if options is not None:
             extras[OPTIMIZER] = options.to_extras()
-        extras[HOME] = self._described(module).to_extras()
+        extras[HOME] = self._describe(module).to_extras()
+
         degrees = Degrees(tp=1, pp=self.pp, vpp=1, ep=self.ep, etp=1, dp=self.dp, cp=1)
         return Catalog(
             "deepspeed",
@@ -391,30 +435,31 @@ class ZeroReader:
             extras=extras,
             mesh=Mesh.of_degrees(degrees.stated()),
             files=self.files.all(),
-            notes=(*self.notes, *self._notes(module), *notes_of(unread)),
+            notes=(*self.notes, *self._list_notes(module), *notes_of(unread)),
             unsafe=tuple(self.unsafe),
             hints=Hints.of(degrees, Globals.each(self.globals)),
             unread=unread,
         )
 
-    def _plain(self, module: Module) -> PlainOptimizer:
+    def _read_plain_optimizer(self, module: Module) -> PlainOptimizer:
         """The optimizer without ZeRO: in the module files, or one for each expert rank."""
         if not self.files.expp:
             return of_modules([file for _, file in sorted(self.modules.items())], module.parameters())
-        expp = sorted(self.files.expp.items())
-        read = by_file((name for _, name in expp), lambda name: read_module(self.tree, name))
-        for file in read.values():
-            self.also(file)
+
+        expert_files = sorted(self.files.expp.items())
+        file_by_name = by_file((name for _, name in expert_files), lambda name: read_module(self.tree, name))
+        for file in file_by_name.values():
+            self.note_code(file)
         for module_file in self.modules.values():
-            module_file.values.pop("optimizer", None)  # expert rank 0's once more
-        files = {rank: read[name] for rank, name in expp}
+            module_file.values.pop("optimizer", None)  # a copy of expert rank 0's
+        files = {rank: file_by_name[name] for rank, name in expert_files}
         plain = of_experts(files, module.parameters(), module.experts(), self.tree.display())
         self.ep = len(files)
         if self.dp % self.ep:
             raise disagree(f"{self.ep} expert ranks among {self.dp} data ranks", self.tree.display())
         return plain
 
-    def _options(self) -> Options:
+    def _collect_options(self) -> Options:
         """The optimizer's options and scalars, once for each parameter group. Raises InconsistentCheckpoint E0359 where
         ranks or sub-groups disagree in a scalar."""
         files = list(self.optimizers.values())
@@ -422,26 +467,31 @@ class ZeroReader:
         dtypes: dict[str, str] = {}
         for file in files:
             for group in file.groups:
-                mine = scalars[group.options]
+                scalars_so_far = scalars[group.options]
                 dtypes |= group.dtypes
                 for key, value in group.scalars.items():
-                    if not same(mine.setdefault(key, value), value):
-                        raise disagree(f"{key} is {value!r}, but {mine[key]!r} on another rank", file.path)
-        named: list[dict[str, None]] = [{} for _ in files[0].param_groups]
+                    if not same(scalars_so_far.setdefault(key, value), value):
+                        raise disagree(f"{key} is {value!r}, but {scalars_so_far[key]!r} on another rank", file.path)
+
+        names_by_group: list[dict[str, None]] = [{} for _ in files[0].param_groups]
         for stage in self.stages:
-            for so_far, names in zip(named, stage, strict=False):
-                so_far |= dict.fromkeys(names)
-        groups = [{**options, "params": [*names]} for options, names in zip(files[0].param_groups, named, strict=True)]
+            for group_names, names in zip(names_by_group, stage, strict=False):
+                group_names |= dict.fromkeys(names)
+        groups = []
+        for options, names in zip(files[0].param_groups, names_by_group, strict=True):
+            groups.append({**options, "params": [*names]})
+
+        # The version is stated once: with the module's.
         version = self.modules[min(self.modules)].values.get("ds_version")
         rest = {key: item for key, item in files[0].rest.items() if key != "ds_version" or item != version}
         return Options(groups, scalars, dtypes, rest)
 
-    def _described(self, module: Module) -> Described:
-        first = next(iter(self.optimizers.values()), None)
-        layers = bool(self.files.layers)
+    def _describe(self, module: Module) -> Described:
+        optimizer = next(iter(self.optimizers.values()), None)
+        is_pipeline = bool(self.files.layers)
         return Described(
-            zero_stage=self.stage if first else 0,
-            plain_bf16=bool(first and first.plain_bf16),
+            zero_stage=self.stage if optimizer else 0,
+            plain_bf16=bool(optimizer and optimizer.plain_bf16),
             prefix=min(self.files.prefixes, default=""),
             dtype=module.dtypes.most_common(1)[0][0] if module.dtypes else "",
             aligned=self.config.aligned,
@@ -449,13 +499,13 @@ class ZeroReader:
             module=tuple(module.order),
             buffers=tuple(module.buffers),
             shared=module.shared,
-            frozen=tuple(module.frozen()) if first else (),
-            stages=tuple(tuple(tuple(group) for group in stage) for stage in self.stages) if layers else (),
+            frozen=tuple(module.frozen()) if optimizer else (),
+            stages=tuple(tuple(tuple(group) for group in stage) for stage in self.stages) if is_pipeline else (),
             tied=module.layers,
             moe=tuple(prefix for _, prefix in sorted(module.moe.items())),
         )
 
-    def _notes(self, module: Module) -> Iterator[Note]:
+    def _list_notes(self, module: Module) -> Iterator[Note]:
         if module.shared:
             shown = ", ".join(f"{alias} = {kept}" for alias, kept in list(module.shared.items())[:8])
             yield Note("N-tied", f"{len(module.shared)} names share another parameter: {shown}")
@@ -467,11 +517,11 @@ class ZeroReader:
             )
 
 
-# -- what must be alike ------------------------------------------------------------------------------------------------
+# -- what must be equal ------------------------------------------------------------------------------------------------
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal, NaN like NaN: values out of two pickles."""
+    """Are two values out of pickles equal? NaN equals NaN."""
     if isinstance(a, float) and isinstance(b, float) and a != a:
         return b != b
     if isinstance(a, dict) and isinstance(b, dict):
@@ -481,52 +531,59 @@ def same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
-def _unequal(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """(key, mine, theirs) of the values that differ."""
-    for key in sorted(mine.keys() | theirs.keys(), key=str):
-        if not same(mine.get(key), theirs.get(key)):
-            yield str(key), mine.get(key), theirs.get(key)
+def _differing_values(values: Mapping[str, Any], others: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(key, value, other value) of the values that differ."""
+    for key in sorted(values.keys() | others.keys(), key=str):
+        if not same(values.get(key), others.get(key)):
+            yield str(key), values.get(key), others.get(key)
 
 
-def _other(path: str, what: str, theirs: Any, mine: Any, first: str) -> InconsistentCheckpoint:
-    return disagree(f"{what} is {str(theirs)[:80]}, but {str(mine)[:80]} in {first.rpartition('/')[2]}", path)
+def _difference_error(path: str, what: str, value: Any, first_value: Any, first_path: str) -> InconsistentCheckpoint:
+    first_name = first_path.rpartition("/")[2]
+    return disagree(f"{what} is {str(value)[:80]}, but {str(first_value)[:80]} in {first_name}", path)
 
 
-def _unlike(file: ModuleFile, first: ModuleFile) -> Iterator[str]:
-    """What a data rank's module file says otherwise than the first one of its stage."""
-    mine = file.shapes
-    theirs = first.shapes
-    if mine is None or theirs is None or len(mine) != len(theirs):
-        if mine != theirs:
-            yield f"param_shapes has {_count(mine)}, but {_count(theirs)}"
+def _list_differences(file: ModuleFile, first: ModuleFile) -> Iterator[str]:
+    """What a data rank's module file says differently from the first one of its stage."""
+    shapes = file.shapes
+    first_shapes = first.shapes
+    if shapes is None or first_shapes is None or len(shapes) != len(first_shapes):
+        if shapes != first_shapes:
+            yield f"param_shapes has {_count_groups(shapes)}, but {_count_groups(first_shapes)}"
     else:
-        for number, (group, other) in enumerate(zip(mine, theirs, strict=True)):
-            yield from _first(f"param_shapes[{number}]", group.items(), other.items())
-    config, other_config = (asdict(Config.of(each.values.get("ds_config"))) for each in (file, first))
+        for number, (group, other) in enumerate(zip(shapes, first_shapes, strict=True)):
+            yield from _first_difference(f"param_shapes[{number}]", group.items(), other.items())
+
+    config = asdict(Config.of(file.values.get("ds_config")))
+    other_config = asdict(Config.of(first.values.get("ds_config")))
     if config != other_config:
         yield f"ds_config cuts by {config}, but by {other_config}"
-    yield from _first("frozen_param_shapes", file.frozen.items(), first.frozen.items())
-    yield from _first("buffer_names", file.buffers, first.buffers)
-    dtypes = ([(name, array.dtype.name) for name, array in f.fragments.items()] for f in (file, first))
-    yield from _first("frozen_param_fragments", *dtypes)
-    yield from _first("module", file.module, first.module)
+    yield from _first_difference("frozen_param_shapes", file.frozen.items(), first.frozen.items())
+    yield from _first_difference("buffer_names", file.buffers, first.buffers)
+    yield from _first_difference("frozen_param_fragments", _fragment_dtypes(file), _fragment_dtypes(first))
+    yield from _first_difference("module", file.module, first.module)
     for alias, kept in file.shared.items():  # rank 0's file may be the only one that lists them
         if first.shared.get(alias, kept) != kept:
             yield f"shared_params has {alias} as {kept}, but as {first.shared[alias]}"
 
 
-def _first(what: str, mine: Iterable[Any], theirs: Iterable[Any]) -> Iterator[str]:
-    """Where two lists begin to differ."""
-    for place, (a, b) in enumerate(zip_longest(mine, theirs)):
+def _fragment_dtypes(file: ModuleFile) -> list[tuple[str, str]]:
+    return [(name, array.dtype.name) for name, array in file.fragments.items()]
+
+
+def _first_difference(what: str, items: Iterable[Any], others: Iterable[Any]) -> Iterator[str]:
+    """Where two lists begin to differ, if they do."""
+    for place, (a, b) in enumerate(zip_longest(items, others)):
         if a != b:
-            yield f"{what} has {_shown(a)} at place {place}, but {_shown(b)}"
+            yield f"{what} has {_show_entry(a)} at place {place}, but {_show_entry(b)}"
             return
 
 
-def _contradictions(file: ModuleFile, *, stage3: bool) -> Iterator[str]:
-    """Names that a file lists as what they are not."""
+def _find_contradictions(file: ModuleFile, *, stage3: bool) -> Iterator[str]:
+    """Names that a file lists as two things, or that its module does not have."""
     trained = {name: None for group in file.shapes or () for name in group}
     buffers = set(file.buffers)
+
     for what, names in (("param_shapes", trained), ("frozen_param_shapes", file.frozen)):
         for name in names:
             if stage3 and file.module and name not in file.module:
@@ -534,16 +591,17 @@ def _contradictions(file: ModuleFile, *, stage3: bool) -> Iterator[str]:
             if name in buffers:
                 yield f"{name} is in {what}, and in buffer_names"
     yield from (f"{name} is in param_shapes, and in frozen_param_shapes" for name in trained if name in file.frozen)
+
     for name in file.fragments:
         if name not in file.frozen:
             yield f"a share of frozen {name}, which frozen_param_shapes lacks"
 
 
-def _count(shapes: Sequence[Mapping[str, Shape]] | None) -> str:
+def _count_groups(shapes: Sequence[Mapping[str, Shape]] | None) -> str:
     return "none" if shapes is None else f"{len(shapes)} groups"
 
 
-def _shown(item: Any) -> str:
+def _show_entry(item: Any) -> str:
     """An entry of a list in a message: `w [3, 4]`."""
     if not isinstance(item, tuple):
         return "nothing" if item is None else str(item)[:120]

@@ -1,8 +1,8 @@
 """Writing: every rank's files of a DeepSpeed checkpoint, for any number of data ranks, expert ranks and ZeRO stage.
 
-The one idea: what `deepspeed.zero.layout` settled is written down file by file: a `_ZeroWriter` knows every wanted
-tensor once, by kind (parameter, frozen, buffer, expert, layer), and each file takes its part; a flat tensor is a
-storage with parts of many parameters in it, which the job states.
+What `deepspeed.zero.layout` decided is written down file by file: a `_ZeroWriter` knows every wanted tensor once, by
+kind (parameter, frozen, buffer, expert, layer), and each file takes its part; a flat tensor is a storage with parts of
+many parameters in it, which the job states.
 
     --dp 3, ZeRO 1   latest, global_step3/mp_rank_00_model_states.pt: module, param_shapes, counters, client state
                      global_step3/bf16_zero_pp_rank_{0,1,2}_mp_rank_00_optim_states.pt
@@ -16,8 +16,8 @@ partitions cut by the padding (whole under BF16_Optimizer), frozen parameters an
 first rank alone, `latest`; its own classes (loss scaler, enum, fragment_address) are written from values.
 `DeepSpeedEngine.load_checkpoint` resumes from it. Counters, scheduler and client state come from the extras; what a
 source does not say is DeepSpeed's default, or missing and named in a note (an optimizer's options). RNG states of other
-degrees are kept under `ckpt_unused`, where nobody takes them for those of the new ranks. Cost: a few microseconds a
-parameter and rank that holds a part of it. What it does not do: tensor parallel ranks.
+degrees are kept under `ckpt_unused`, which DeepSpeed ignores. Tensor parallel ranks are not written. Cost: a few
+microseconds a parameter and rank that holds a part of it.
 """
 
 from __future__ import annotations
@@ -65,21 +65,28 @@ def target(wanted: Wanted) -> Target:
 
 
 class _ZeroWriter:
-    """The tensors of what is laid out, by kind. layers: prefixes of the MoE layers in the order of their numbers."""
+    """The wanted tensors by kind, and the files made of them."""
 
     def __init__(self, layout: ZeroLayout) -> None:
         self.layout = layout
         self.model = [t.key.name for t in layout.wanted.tensors if t.key.state == MODEL]
         self.options = Options.from_extras(layout.extras)
         described = layout.described
-        have = set(self.model)
+        model_names = set(self.model)
         self.trained = {t.key.name for t in layout.wanted.tensors if t.key.state == MASTER}
-        self.shared = {a: k for a, k in described.shared.items() if k in self.trained or k in have}
-        self.buffers = [name for name in described.buffers if name in have]
+        self.shared: dict[str, str] = {}  # alias -> the name that is kept
+        for alias, kept in described.shared.items():
+            if kept in self.trained or kept in model_names:
+                self.shared[alias] = kept
+        self.buffers = [name for name in described.buffers if name in model_names]
+
+        # Prefixes of the MoE layers in the order of their numbers: the source's first.
         self.experts = counts(self.model)
-        self.layers = [*dict.fromkeys([*(prefix for prefix in described.moe if prefix in self.experts), *self.experts])]
-        held = set(self.buffers) | self.trained | self.shared.keys()
-        self.frozen = [name for name in self.model if name not in held and expert_name_of(name) is None]
+        listed_layers = [prefix for prefix in described.moe if prefix in self.experts]
+        self.layers = [*dict.fromkeys([*listed_layers, *self.experts])]
+
+        not_frozen = set(self.buffers) | self.trained | self.shared.keys()
+        self.frozen = [name for name in self.model if name not in not_frozen and expert_name_of(name) is None]
 
     def files(self) -> Iterator[TargetFile]:
         """Every file below the step's folder."""
@@ -87,9 +94,12 @@ class _ZeroWriter:
         names = files.rank_files(layout.stage, layout.described.prefix, layout.dp, layout.pp)
         for (data, model), name in names.modules.items():
             yield self._module_file(name, data, model)
+
         if layout.described.stages:
             yield from self._layer_files()
         yield from self._expert_files()
+
+        # With ZeRO each rank has an optimizer file; without, the experts' alone are in files of their own.
         if layout.job is not None:
             for (data, model), name in names.optimizers.items():
                 yield self._optimizer_file(name, layout.job, data, model)
@@ -99,7 +109,7 @@ class _ZeroWriter:
                 optimizer = self._plain_optimizer(composer, 0, expert)
                 yield composer.file(files.PLAIN_EXPERTS.format(expert=expert, model=0), {"optimizer": optimizer})
 
-    def _whole(self, composer: TorchComposer, name: str, state: str) -> TensorRef:
+    def _compose_whole(self, composer: TorchComposer, name: str, state: str) -> TensorRef:
         row = self.layout.rows[TensorKey(name, state)]
         tensor = self.layout.wanted.tensors[row]
         return composer.tensor(tensor.shape, tensor.dtype, [StoragePart(row, whole(tensor.shape), 0)])
@@ -110,86 +120,101 @@ class _ZeroWriter:
         layout = self.layout
         composer = TorchComposer()
         pipeline = bool(layout.described.stages)
-        refs = {} if pipeline else self._refs(composer)
+        refs = {} if pipeline else self._compose_module_tensors(composer)
+
         shared = dict(self.shared) if data == model == 0 else {}
         skeleton: dict[str, Any] = {
-            "module": None if pipeline else self._module(composer, refs),
+            "module": None if pipeline else self._order_module(composer, refs),
             "buffer_names": [] if pipeline else list(self.buffers),
             "optimizer": None if layout.stage else self._plain_optimizer(composer, model),
-            "param_shapes": self._param_shapes(layout.job, model) if layout.job else None,
+            "param_shapes": self._list_shapes(layout.job, model) if layout.job else None,
             "frozen_param_shapes": None,
             "shared_params": shared if layout.stage else dict(self.shared) or None,
             "frozen_param_fragments": None,
         }
+
+        # Every ZeRO stage has its own way with frozen parameters: none, all in the module, a share each.
         if layout.stage >= 2:
             skeleton["frozen_param_shapes"] = OrderedMap((name, TorchSize(self._shape(name))) for name in self.frozen)
         if layout.stage == 2:
             skeleton["frozen_param_fragments"] = OrderedMap((name, refs[name]) for name in self.frozen if name in refs)
         if layout.stage == 3:
-            skeleton["frozen_param_fragments"] = OrderedMap((n, self._fragment(composer, n, data)) for n in self.frozen)
-        left = layout.extras.get("module")
-        if isinstance(left, Mapping) and skeleton["module"] is not None:
-            skeleton["module"] |= {key: item for key, item in left.items() if key not in skeleton["module"]}
-        skeleton |= join(self._values(), self._client(composer))
+            fragments = ((name, self._compose_fragment(composer, name, data)) for name in self.frozen)
+            skeleton["frozen_param_fragments"] = OrderedMap(fragments)
+
+        # What else the source's module holds (extra states) is kept.
+        source_module = layout.extras.get("module")
+        if isinstance(source_module, Mapping) and skeleton["module"] is not None:
+            skeleton["module"] |= {key: item for key, item in source_module.items() if key not in skeleton["module"]}
+        skeleton |= join(self._plain_values(), self._compose_client_state(composer))
         return composer.file(name, skeleton)
 
     def _shape(self, name: str) -> tuple[int, ...]:
         return self.layout.wanted.tensors[self.layout.rows[TensorKey(name, MODEL)]].shape
 
-    def _refs(self, composer: TorchComposer) -> dict[str, TensorRef]:
-        """What lies whole in the module: everything but experts; at stage 3 buffers alone."""
+    def _compose_module_tensors(self, composer: TorchComposer) -> dict[str, TensorRef]:
+        """What the module stores whole: everything but experts; at stage 3 buffers alone."""
         names = [name for name in self.model if expert_name_of(name) is None]
         if self.layout.stage == 3:
             frozen = set(self.frozen)
             names = [name for name in names if name not in frozen]
-        return {name: self._whole(composer, name, MODEL) for name in names}
+        return {name: self._compose_whole(composer, name, MODEL) for name in names}
 
-    def _module(self, composer: TorchComposer, refs: Mapping[str, TensorRef]) -> OrderedMap:
+    def _order_module(self, composer: TorchComposer, refs: Mapping[str, TensorRef]) -> OrderedMap:
         """`module` in the module's own order, with placeholders at stage 3."""
         layout = self.layout
-        out = OrderedMap()
-        without = {*self.trained, *self.frozen} if layout.stage == 3 else set()
-        empty: TensorRef | None = None  # one for all placeholders
-        in_order = (t.key.name for t in layout.wanted.tensors if t.key.name in refs or t.key.name in without)
-        for name in dict.fromkeys([*layout.described.module, *in_order]):
+        module = OrderedMap()
+        placeholder_names = {*self.trained, *self.frozen} if layout.stage == 3 else set()
+        placeholder: TensorRef | None = None  # one for all placeholders
+        source_order = (
+            t.key.name for t in layout.wanted.tensors if t.key.name in refs or t.key.name in placeholder_names
+        )
+        for name in dict.fromkeys([*layout.described.module, *source_order]):
             if name in refs:
-                out[name] = refs[name]
-            elif name in without or (layout.stage == 3 and name in self.shared):
-                empty = empty or composer.value((0,), DTYPES.get(layout.described.dtype) or DTYPES["BF16"], b"")
-                out[name] = empty
-        for attributes in (item for path, item in ordered(layout.wanted.hints) if path == ("module",)):
-            out.attributes = attributes
-        return out
+                module[name] = refs[name]
+            elif name in placeholder_names or (layout.stage == 3 and name in self.shared):
+                placeholder = placeholder or composer.value(
+                    (0,), DTYPES.get(layout.described.dtype) or DTYPES["BF16"], b""
+                )
+                module[name] = placeholder
 
-    def _param_shapes(self, job: ZeroJob, model: int) -> list[OrderedMap]:
+        # torch's own mark on a state dict (`_metadata`), if the source had one.
+        for path, attributes in ordered(layout.wanted.hints):
+            if path == ("module",):
+                module.attributes = attributes
+        return module
+
+    def _list_shapes(self, job: ZeroJob, model: int) -> list[OrderedMap]:
         kind = tuple if any(group.ep for group in self.layout.stages[model]) else TorchSize
         return [OrderedMap((name, kind(shape)) for name, shape in group.shapes.items()) for group in job.stages[model]]
 
-    def _fragment(self, composer: TorchComposer, name: str, data: int) -> TensorRef:
+    def _compose_fragment(self, composer: TorchComposer, name: str, data: int) -> TensorRef:
         """A rank's share of a frozen parameter."""
         row = self.layout.rows[TensorKey(name, MODEL)]
         line, size = shares({name: self._shape(name)}, self.layout.dp, data)
-        return composer.tensor((size,), self.layout.wanted.tensors[row].dtype, self._parts(line, MODEL))
+        return composer.tensor((size,), self.layout.wanted.tensors[row].dtype, self._storage_parts(line, MODEL))
 
-    def _values(self) -> dict[str, Any]:
+    def _plain_values(self) -> dict[str, Any]:
         """Counters, sizes, configuration, then the client's state."""
         layout = self.layout
         extras = self.layout.extras
-        out: dict[str, Any] = {key: extras.get(key) for key in _KNOWN}
-        out |= {key: extras.get(key, 0) for key in _COUNTERS}
+        values: dict[str, Any] = {key: extras.get(key) for key in _KNOWN}
+        values |= {key: extras.get(key, 0) for key in _COUNTERS}
         if "global_samples" in extras:
-            out["global_samples"] = extras["global_samples"]
-        out["dp_world_size"] = layout.dp
-        out["mp_world_size"] = layout.pp
-        out["checkpoint_parallel_dimensions"] = {"pp_degree": layout.pp, "tp_degree": 1}
-        out["ds_config"] = self._config()
-        out["ds_version"] = extras.get("ds_version", VERSION)
-        if self.experts and "num_experts" not in extras:
-            out["num_experts"] = [self.experts[layer] for layer in self.layers]
-        taken = (*out, HOME, OPTIMIZER, "module")
-        return out | {key: item for key, item in extras.items() if key not in taken}
+            values["global_samples"] = extras["global_samples"]
 
-    def _config(self) -> dict[str, Any]:
+        values["dp_world_size"] = layout.dp
+        values["mp_world_size"] = layout.pp
+        values["checkpoint_parallel_dimensions"] = {"pp_degree": layout.pp, "tp_degree": 1}
+        values["ds_config"] = self._update_config()
+        values["ds_version"] = extras.get("ds_version", VERSION)
+        if self.experts and "num_experts" not in extras:
+            values["num_experts"] = [self.experts[layer] for layer in self.layers]
+
+        reserved_keys = (*values, HOME, OPTIMIZER, "module")
+        return values | {key: item for key, item in extras.items() if key not in reserved_keys}
+
+    def _update_config(self) -> dict[str, Any]:
         """The source's configuration with the stage that is written."""
         config = self.layout.extras.get("ds_config")
         config = config if isinstance(config, Mapping) else {}
@@ -197,67 +222,76 @@ class _ZeroWriter:
         zero = zero if isinstance(zero, Mapping) else {}
         return {**config, "zero_optimization": {**zero, "stage": self.layout.stage}}
 
-    def _client(self, composer: TorchComposer) -> Iterator[tuple[Path, TensorRef]]:
-        """Tensors of the client's state, where they hung; averages under `ema`."""
+    def _compose_client_state(self, composer: TorchComposer) -> Iterator[tuple[Path, TensorRef]]:
+        """Tensors of the client's state at their own places; averages under `ema`."""
         layout = self.layout
-        own = layout.wanted.source_format == "deepspeed"
-        kept = layout.extras.get(UNUSED)
-        unused = {*(kept if isinstance(kept, Mapping) else ()), *files.LAYOUT_KEYS}
+        is_deepspeed = layout.wanted.source_format == "deepspeed"
+        source_unused = layout.extras.get(UNUSED)
+        unused = {*(source_unused if isinstance(source_unused, Mapping) else ()), *files.LAYOUT_KEYS}
         for tensor in layout.wanted.tensors:
             if tensor.key.state == EMA:
-                yield (EMA, tensor.key.name), self._whole(composer, tensor.key.name, EMA)
+                yield (EMA, tensor.key.name), self._compose_whole(composer, tensor.key.name, EMA)
             elif tensor.key.state == EXTRAS:
-                path = tensor.path if own and tensor.path else (tensor.key.name,)
-                aside = path[0] in unused or (layout.moved and path[0] != UNUSED and is_random(str(path[0])))
-                yield ((UNUSED,) if aside else ()) + path, self._whole(composer, tensor.key.name, EXTRAS)
+                path = tensor.path if is_deepspeed and tensor.path else (tensor.key.name,)
+                is_stale = layout.moved and path[0] != UNUSED and is_random(str(path[0]))
+                if is_stale or path[0] in unused:
+                    path = (UNUSED, *path)
+                yield path, self._compose_whole(composer, tensor.key.name, EXTRAS)
 
     def _layer_files(self) -> Iterator[TargetFile]:
         """Layer files: their names are global, so every stage finds its own."""
         described = self.layout.described
-        have = set(self.model)
-        layers: dict[int, list[tuple[str, str]]] = {}
-        for name in dict.fromkeys([*(n for n in described.module if n in have), *self.model]):
+        model_names = set(self.model)
+        names_by_layer: dict[int, list[tuple[str, str]]] = {}
+        for name in dict.fromkeys([*(n for n in described.module if n in model_names), *self.model]):
             index, local = layer_and_local(name, described.tied)
-            layers.setdefault(index, []).append((name, local))
-        for index, names in sorted(layers.items()):
+            names_by_layer.setdefault(index, []).append((name, local))
+        for index, names in sorted(names_by_layer.items()):
             composer = TorchComposer()
-            state = OrderedMap((local, self._whole(composer, name, MODEL)) for name, local in names)
+            state = OrderedMap((local, self._compose_whole(composer, name, MODEL)) for name, local in names)
             yield composer.file(files.LAYER.format(layer=index), state)
 
     def _expert_files(self) -> Iterator[TargetFile]:
         """A file for each expert of each MoE layer."""
-        experts: dict[tuple[int, int], list[str]] = {}
+        names_by_expert: dict[tuple[int, int], list[str]] = {}
         numbers = {prefix: number for number, prefix in enumerate(self.layers)}
         for name in self.model:
-            if found := expert_name_of(name):
-                experts.setdefault((numbers[found.layer], found.number), []).append(name)
-        for (layer, number), names in sorted(experts.items()):
+            expert = expert_name_of(name)
+            if expert:
+                names_by_expert.setdefault((numbers[expert.layer], expert.number), []).append(name)
+        for (layer, number), names in sorted(names_by_expert.items()):
             composer = TorchComposer()
-            held = {name: self._whole(composer, name, MODEL) for name in names}
-            yield composer.file(files.EXPERT.format(layer=layer, expert=number, model=0), held)
+            tensors = {name: self._compose_whole(composer, name, MODEL) for name in names}
+            yield composer.file(files.EXPERT.format(layer=layer, expert=number, model=0), tensors)
 
     # -- the optimizer -------------------------------------------------------------------------------------------------
 
     def _plain_optimizer(self, composer: TorchComposer, model: int, expert: int = 0) -> dict[str, Any] | None:
-        """Without ZeRO: the optimizer of a stage and expert rank as torch has it, with the parameters' names beside
+        """Without ZeRO: the optimizer of a stage and expert rank as torch has it, with the parameters' names next to
         their numbers; in DeepSpeed's 16-bit wrapper where the source had one."""
         layout = self.layout
         numbers: dict[str, int] = {}
         groups = []
         masters = []
+
+        # Parameters are numbered through all groups, as torch does.
         for group in layout.stages[model]:
             names = global_names(first_rank(group.names, group.ep), expert) if group.ep else group.names
-            mine = [numbers.setdefault(name, len(numbers)) for name in names]
-            groups.append({**group.options, "params": mine, "param_names": list(names)})
-            held = [name for name in names if layout.row(name, MASTER) is not None]
-            masters.append([self._whole(composer, name, MASTER)._replace(requires_grad=True) for name in held])
+            group_numbers = [numbers.setdefault(name, len(numbers)) for name in names]
+            groups.append({**group.options, "params": group_numbers, "param_names": list(names)})
+            with_master = [name for name in names if layout.row(name, MASTER) is not None]
+            masters.append(
+                [self._compose_whole(composer, name, MASTER)._replace(requires_grad=True) for name in with_master]
+            )
         if not numbers:
             return None
+
         state: dict[int, dict[str, TensorRef]] = {number: {} for number in numbers.values()}
         for tensor in layout.wanted.tensors:
             if tensor.key.state in layout.states and tensor.key.name in numbers:
-                state[numbers[tensor.key.name]][tensor.key.state] = self._whole(composer, *tensor.key)
+                state[numbers[tensor.key.name]][tensor.key.state] = self._compose_whole(composer, *tensor.key)
         inner = {"state": state, "param_groups": groups}
+
         wrapper = self.options.wrapper
         if wrapper is None and not any(masters):
             return inner
@@ -269,23 +303,28 @@ class _ZeroWriter:
         composer = TorchComposer()
         groups = layout.stages[model]
         arrays = job.arrays(data, model)
+
+        # The order in which tensors are composed is that of the storages in the file: stage 3 has moments first.
         flat: list[TensorRef] = []
         states: dict[int, Any] = {}
         options = [{**group.options, "params": list[int]()} for group in groups]
         for number, array in enumerate(arrays):
             options[array.group]["params"].append(number)
             if layout.stage == 3:
-                states[number] = self._moments(composer, groups[array.group], array)
+                states[number] = self._compose_moments(composer, groups[array.group], array)
             size = array.size if layout.plain_bf16 else array.size - array.spare
-            flat.append(self._flat(composer, array, MASTER, size)._replace(requires_grad=True))
+            flat.append(self._compose_flat(composer, array, MASTER, size)._replace(requires_grad=True))
             if layout.stage != 3:
-                states[number] = self._moments(composer, groups[array.group], array)
+                states[number] = self._compose_moments(composer, groups[array.group], array)
+
         base = {"state": {n: state for n, state in states.items() if state}, "param_groups": options}
         version = layout.extras.get("ds_version", VERSION)
-        state = self._state(base, flat, arrays, version)
-        return composer.file(name, {"optimizer_state_dict": state, "ds_config": self._config(), "ds_version": version})
+        state = self._arrange_state(base, flat, arrays, version)
+        return composer.file(
+            name, {"optimizer_state_dict": state, "ds_config": self._update_config(), "ds_version": version}
+        )
 
-    def _state(
+    def _arrange_state(
         self, base: dict[str, Any], flat: list[TensorRef], arrays: Sequence[FlatArray], version: Any
     ) -> dict[str, Any]:
         """`optimizer_state_dict`, with its keys in the order of each optimizer."""
@@ -293,65 +332,74 @@ class _ZeroWriter:
         if self.layout.stage == 3:
             return {
                 **stage,
-                **self._rest("loss_scaler", "dynamic_loss_scale", "overflow"),
+                **self._other_scalars("loss_scaler", "dynamic_loss_scale", "overflow"),
                 "partition_count": self.layout.dp,
                 "optimizer_state_dict": base,
                 "fp32_flat_groups": flat,
             }
-        plain = self.layout.plain_bf16
-        scaling = () if plain else ("loss_scaler", "dynamic_loss_scale", "overflow")
+        is_plain_bf16 = self.layout.plain_bf16
+        scaling = () if is_plain_bf16 else ("loss_scaler", "dynamic_loss_scale", "overflow")
+        alignment = {} if is_plain_bf16 else {"param_alignment_paddings": [list(array.gaps) for array in arrays]}
         return {
-            **self._rest(*scaling, "clip_grad"),
+            **self._other_scalars(*scaling, "clip_grad"),
             "base_optimizer_state": base,
             "single_partition_of_fp32_groups": flat,
-            **({} if plain else stage),
+            **({} if is_plain_bf16 else stage),
             "group_paddings": [array.spare for array in arrays],
-            **({} if plain else {"param_alignment_paddings": [list(array.gaps) for array in arrays]}),
+            **alignment,
             "partition_count": [array.partitions for array in arrays],
             "ds_version": version,
-            "param_slice_mappings": [
-                OrderedMap((name, Opaque(_FRAGMENT, (), {"numel": numel, "start": at})) for name, (numel, at) in held)
-                for held in (array.slices().items() for array in arrays)
-            ],
+            "param_slice_mappings": [_map_slices(array) for array in arrays],
         }
 
-    def _rest(self, *keys: str) -> dict[str, Any]:
+    def _other_scalars(self, *keys: str) -> dict[str, Any]:
         """Scalars of the whole optimizer, as the source has them or DeepSpeed's defaults."""
         stated = {key: item for key, item in self.options.rest.items() if key not in ("state", "ds_version", WRAPPER)}
         defaults = {"loss_scaler": None, "dynamic_loss_scale": False, "overflow": False}
-        given = {key: stated.get(key, defaults.get(key)) for key in keys if key in stated or self.layout.stage == 3}
-        given |= {key: item for key, item in stated.items() if key not in keys}
-        scaler = given.get("loss_scaler")
-        if "loss_scaler" in given and not isinstance(scaler, Opaque):
+        scalars = {key: stated.get(key, defaults.get(key)) for key in keys if key in stated or self.layout.stage == 3}
+        scalars |= {key: item for key, item in stated.items() if key not in keys}
+        scaler = scalars.get("loss_scaler")
+        if "loss_scaler" in scalars and not isinstance(scaler, Opaque):
             state = scaler if isinstance(scaler, Mapping) else {"cur_scale": 1.0, "dynamic": False}
-            given["loss_scaler"] = files.opaque({"class": LOSS_SCALER, **state})
-        return given
+            scalars["loss_scaler"] = files.opaque({"class": LOSS_SCALER, **state})
+        return scalars
 
-    def _moments(self, composer: TorchComposer, group: ZeroGroup, array: FlatArray) -> dict[str, Any]:
+    def _compose_moments(self, composer: TorchComposer, group: ZeroGroup, array: FlatArray) -> dict[str, Any]:
         """The states of one flat group: scalars first, as torch's optimizers make them."""
         layout = self.layout
-        out: dict[str, Any] = {}
-        folded = f"group.{group.number}"
-        if layout.row(folded, STEP) is not None:
-            out[STEP] = self._whole(composer, folded, STEP)
+        moments: dict[str, Any] = {}
+
+        # One step a group: folded from the source's step tensors, or a number among its scalars.
+        step_name = f"group.{group.number}"
+        if layout.row(step_name, STEP) is not None:
+            moments[STEP] = self._compose_whole(composer, step_name, STEP)
         for key, value in group.scalars.items():
             dtype = self.options.dtypes.get(key, "")
             raw = files.scalar_bytes(value, dtype)
-            if key not in out:
-                out[key] = composer.value((), DTYPES[dtype], raw) if raw is not None else value
+            if key not in moments:
+                moments[key] = composer.value((), DTYPES[dtype], raw) if raw is not None else value
+
         first = next(iter(array.names), "")
         for state in layout.states:
             if layout.row(first, state) is not None:
-                out[state] = self._flat(composer, array, state, array.size)
-        return out
+                moments[state] = self._compose_flat(composer, array, state, array.size)
+        return moments
 
-    def _flat(self, composer: TorchComposer, array: FlatArray, state: str, size: int) -> TensorRef:
+    def _compose_flat(self, composer: TorchComposer, array: FlatArray, state: str, size: int) -> TensorRef:
         """A flat tensor of `size` elements with the parts of the parameters in it, zeros between."""
         layout = self.layout
         row = next((layout.rows[TensorKey(name, state)] for name in array.names), None)
         dtype = DTYPES["F32"] if row is None else layout.wanted.tensors[row].dtype
-        return composer.tensor((size,), dtype, self._parts(array.line, state))
+        return composer.tensor((size,), dtype, self._storage_parts(array.line, state))
 
-    def _parts(self, line: FlatLine[str], state: str) -> list[StoragePart]:
+    def _storage_parts(self, line: FlatLine[str], state: str) -> list[StoragePart]:
         rows = self.layout.rows
         return [StoragePart(rows[TensorKey(part.of, state)], part.box, part.at) for part in line.parts()]
+
+
+def _map_slices(array: FlatArray) -> OrderedMap:
+    """DeepSpeed's record of where each parameter begins in a flat tensor."""
+    addresses = []
+    for name, (numel, start) in array.slices().items():
+        addresses.append((name, Opaque(_FRAGMENT, (), {"numel": numel, "start": start})))
+    return OrderedMap(addresses)
