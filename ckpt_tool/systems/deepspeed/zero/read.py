@@ -478,8 +478,8 @@ class ZeroReader:
             for group_names, names in zip(names_by_group, stage, strict=False):
                 group_names |= dict.fromkeys(names)
         groups = []
-        for options, names in zip(files[0].param_groups, names_by_group, strict=True):
-            groups.append({**options, "params": [*names]})
+        for options, group_names in zip(files[0].param_groups, names_by_group, strict=True):
+            groups.append({**options, "params": [*group_names]})
 
         # The version is stated once: with the module's.
         version = self.modules[min(self.modules)].values.get("ds_version")
