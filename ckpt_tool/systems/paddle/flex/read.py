@@ -8,20 +8,20 @@ block is one box of the logical tensor, or several: a fused `[gate | up]` of TP 
 
 so every piece is cut into boxes twice, along the line and along the block's parts. No byte moves for it.
 
-Static names (averages without metadata and Paddle's other formats go by them) stand in three places:
+Static names (averages without metadata and Paddle's other formats use them) are found in three places:
 
     the name tables of optimizer_state/ and master_weight/    "w.moment1_0": "linear_3.w_0_fp32_master_0_moment1_0"
     model_meta.json, where a zero-cost save left one          sharding_metas.tp00_pp00.structure_name_mapping
     the name table of model_state/, in some versions          "w": "linear_3.w_0"
 
 Tensors that were made for saving have names of no use (`generated_tensor_7`, `eager_tmp_7`): those are left out. Static
-names count anew on each pipeline stage, so one may stand for several parameters.
+names are counted again on each pipeline stage, so one may mean several parameters.
 
 No file states the degrees. Ranks are the data files (every rank writes one, an empty one too). Tensor ranks are the
 blocks of a parameter; stages are groups of files that share no layer; expert ranks are files that hold runs of experts;
-what is left of the ranks are data ranks. A flattened range shows that sharding v2 was on; v1 looks like plain data
-parallelism in the files. What does not multiply out is left out: the degrees are a default for writing, never a claim
-about values.
+the rest of the ranks are data ranks. A flattened range shows that sharding v2 was on; v1 looks like plain data
+parallelism in the files. Degrees whose product is not the number of ranks are left out: they are a default for writing,
+never a claim about values.
 
     2 files; up_gate_proj in 2 blocks      tp 2
     4 files; layers 0-1 in {0, 1}, 2-3 in {2, 3}; q_proj in 2 blocks      pp 2, tp 2
@@ -31,11 +31,11 @@ about values.
     0_0.distcp
           {"model.layers.0.mlp.gate.weight": T, "master_weights": {"linear_3.w_0": ("linear_3.w_0_fp32_master_0", T)}}
 
-Averages of fp32 parameters are there under their structured names, the others under static ones (some versions have a
+Averages of fp32 parameters are stored under their structured names, the others under static ones (some versions have a
 16-bit copy under the structured name too, which is left out), in the rank's own layout: whole, or as a padded slice of
-the flattened block. Paddle loads such a file into the same job alone. It can be placed all the same: tables say which
-static name is which parameter, and the `master_weight/` (or, for fp32 parameters, `model_state/`) of the same rank says
-which part of it the rank held; ranks whose layout no other folder shows are named in the error.
+the flattened block. Paddle loads such a file into the same job only. Its parts can be located nevertheless: tables say
+which static name is which parameter, and the `master_weight/` (or, for fp32 parameters, `model_state/`) of the same
+rank says which part of it the rank held; ranks whose layout no other folder shows are named in the error.
 
 Source: PaddlePaddle 3.3.1 `flex_checkpoint/dcp/{save_state_dict,sharded_weight}.py` (geometry),
 `fleet/layers/mpu/mp_layers.py` (a rank's block of a fused weight is [g_r | u_r]; nothing in the metadata says so);
@@ -95,67 +95,68 @@ _STORED = {"BF16": ("U16", "BF16"), "F8_E4M3": ("I8", "U8", "F8_E4M3"), "F8_E5M2
 
 
 class DataFiles:
-    """The data files, each opened once. unsafe, globals: of their pickles (see `core.catalog`)."""
+    """The data files, each opened once."""
 
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
-        self.unsafe: list[str] = []
-        self.globals: dict[str, None] = {}
+        self.unsafe: list[str] = []  # of their pickles (see `core.catalog`)
+        self.globals: dict[str, None] = {}  # of their pickles
         self.names: dict[str, dict[str, str]] = {}  # file -> key -> the tensor's own name
         self._files: dict[str, dict[str, Saved]] = {}
 
-    def of(self, file: str) -> Mapping[str, Saved]:
+    def tensors_of(self, file: str) -> Mapping[str, Saved]:
         """The tensors of a file by key; none of a file that is missing, where that is only reported."""
         if is_collecting() and file not in self.tree.listing():
             return {}
         if file not in self._files:
-            self._files[file] = self._safetensors(file) if file.endswith(".safetensors") else self._distcp(file)
+            is_safetensors = file.endswith(".safetensors")
+            self._files[file] = self._read_safetensors(file) if is_safetensors else self._read_distcp(file)
         return self._files[file]
 
     def read(self, files: Iterable[str]) -> None:
-        """Open them all; those that do not read are named at once."""
-        for_each(dict.fromkeys(files), self.of)
+        """Open them all; those that can't be read are reported at once."""
+        for_each(dict.fromkeys(files), self.tensors_of)
 
     def rename(self, file: str, key: str, name: str, saved: Saved) -> None:
-        """Make a tensor of a file known under another key, as `saved`."""
+        """Replace a tensor of a file by `saved`, under another key."""
         tensors = self._files[file]
         del tensors[key]
         tensors[name] = saved
 
     def forget(self, file: str, key: str) -> None:
-        """Count a tensor as not there."""
+        """Treat a tensor as if the file did not have it."""
         del self._files[file][key]
 
-    def _distcp(self, file: str) -> dict[str, Saved]:
+    def _read_distcp(self, file: str) -> dict[str, Saved]:
         content = read_paddle(self.tree, file)
         self.unsafe += content.unsafe
         self.globals.update(dict.fromkeys(content.globals))
         self.names[file] = {dotted(saved.path): saved.name for saved in content.leaves if saved.name}
         return {dotted(saved.path): saved for saved in content.leaves}
 
-    def _safetensors(self, file: str) -> dict[str, Saved]:
+    def _read_safetensors(self, file: str) -> dict[str, Saved]:
         header = read_header(self.tree, file)
-        arrays = [header.stored(row) for row in range(len(header))]
-        return {
-            name: Saved((name,), "", array.shape, array.dtype, (array,))
-            for name, array in zip(header.names, arrays, strict=True)
-        }
+        tensors = {}
+        for row, name in enumerate(header.names):
+            array = header.stored(row)
+            tensors[name] = Saved((name,), "", array.shape, array.dtype, (array,))
+        return tensors
 
-    def unlisted(self, entries: Mapping[str, FlexEntry], files: Iterable[str]) -> dict[str, list[str]]:
+    def find_unlisted(self, entries: Mapping[str, FlexEntry], files: Iterable[str]) -> dict[str, list[str]]:
         """Keys that are stored in these files and that the metadata does not list for them: key -> files."""
         listed = {(entry.key, shard.file) for entry in entries.values() for shard in entry.shards}
-        out: dict[str, list[str]] = {}
+        files_by_key: dict[str, list[str]] = {}
         for file in files:
-            for key in self.of(file):
+            for key in self.tensors_of(file):
                 if (key, file) not in listed:
-                    out.setdefault(key, []).append(file)
-        return out
+                    files_by_key.setdefault(key, []).append(file)
+        return files_by_key
 
 
 def check_files(tree: Tree, folder: str, files: Iterable[str], metadata: str) -> None:
-    """Raise Incomplete E1336 naming every file that the metadata names and that is not there."""
-    have = tree.listing()
-    missing = [file for file in files if file not in have]
+    """Raise Incomplete E1336 for all files that the metadata names and the folder lacks."""
+    listing = tree.listing()
+    missing = [file for file in files if file not in listing]
     if missing:
         fault = Incomplete(
             f"{len(missing)} files that the metadata names are missing: {', '.join(missing[:20])}",
@@ -179,42 +180,51 @@ def read_lone_file(tree: Tree, path: str) -> FileContent:
 
 
 def chunks_of_entry(entry: FlexEntry, files: DataFiles, parts: tuple[int, ...]) -> tuple[Chunk, ...]:
-    """The chunks of a key. parts: relative widths of what stand side by side in it and is recorded rank by rank (the
-    Trainer's folders): (1, 1) for `[gate | up]`, () for one matrix.
+    """The chunks of a key.
 
-    Raises Incomplete E1336 (a file lacks the key), InconsistentCheckpoint E1337 (a stored shape or dtype that the
-    metadata contradicts).
+    Args:
+        entry: of the metadata.
+        files: the data files.
+        parts: relative widths of matrices that are fused side by side in it and recorded rank by rank (the Trainer's
+            folders): (1, 1) for `[gate | up]`, () for one matrix.
+
+    Raises:
+        Incomplete: E1336, a file lacks the key.
+        InconsistentCheckpoint: E1337, a stored shape or dtype that the metadata contradicts.
     """
-    ways = fused_blocks(entry, parts)
-    out: list[Chunk] = []
+    blocks = fused_blocks(entry, parts)
+    chunks: list[Chunk] = []
     for shard in sorted(entry.shards, key=lambda s: s.replica):
         if is_collecting() and shard.file not in files.tree.listing():
             report_missing(missing_file(shard.file, files.tree.display(shard.file)))
             continue
-        saved = _stored(entry, shard, files)
-        if ways is None:
+        saved = _find_stored(entry, shard, files)
+        if blocks is None:
             pairs: Boxes = ((Box(shard.offset, shard.shape), whole(shard.shape)),)
         else:
-            pairs = ways[shard.offset[-1]]
-            front = shard.offset[:-1]
-            pairs = [(Box((*front, box.offset[-1]), box.shape), inner) for box, inner in _fit(pairs, shard.shape)]
-        out += place(saved, shard, entry.dtype, pairs)
-    if not out and not prod(entry.shape) and entry.shards:
+            # The block's columns belong to several places of the logical tensor, its rows to one.
+            leading_offset = shard.offset[:-1]
+            stretched = _stretch(blocks[shard.offset[-1]], shard.shape)
+            pairs = [(Box((*leading_offset, box.offset[-1]), box.shape), inner) for box, inner in stretched]
+        chunks += place(saved, shard, entry.dtype, pairs)
+
+    # A tensor without elements has no chunk of its own, but it must not look missing.
+    if not chunks and not prod(entry.shape) and entry.shards:
         box = whole(entry.shape)
-        saved = _stored(entry, entry.shards[0], files)
-        out = [Chunk(box, saved.parts[0]._replace(dtype=entry.dtype, shape=entry.shape), box)]
-    return mark_replicas(out)
+        saved = _find_stored(entry, entry.shards[0], files)
+        chunks = [Chunk(box, saved.parts[0]._replace(dtype=entry.dtype, shape=entry.shape), box)]
+    return mark_replicas(chunks)
 
 
-def _fit(pairs: Boxes, shape: tuple[int, ...]) -> Boxes:
+def _stretch(pairs: Boxes, shape: tuple[int, ...]) -> Boxes:
     """Boxes along the last axis, stretched over the other axes of a block."""
-    return [
-        (
-            Box((*(0,) * (len(shape) - 1), box.offset[-1]), (*shape[:-1], box.shape[-1])),
-            Box((*(0,) * (len(shape) - 1), inner.offset[-1]), (*shape[:-1], inner.shape[-1])),
-        )
-        for box, inner in pairs
-    ]
+    zeros = (0,) * (len(shape) - 1)
+    stretched = []
+    for box, inner in pairs:
+        logical = Box((*zeros, box.offset[-1]), (*shape[:-1], box.shape[-1]))
+        local = Box((*zeros, inner.offset[-1]), (*shape[:-1], inner.shape[-1]))
+        stretched.append((logical, local))
+    return stretched
 
 
 def fused_blocks(entry: FlexEntry, parts: tuple[int, ...]) -> dict[int, Boxes] | None:
@@ -235,9 +245,9 @@ def fused_blocks(entry: FlexEntry, parts: tuple[int, ...]) -> dict[int, Boxes] |
     return {offsets[rank]: local_boxes((total,), PaddleCut(0, parts), tp, rank)[1] for rank in range(tp)}
 
 
-def _stored(entry: FlexEntry, shard: Shard, files: DataFiles) -> Saved:
-    """What the file holds of a shard, held against the metadata."""
-    saved = files.of(shard.file).get(entry.key)
+def _find_stored(entry: FlexEntry, shard: Shard, files: DataFiles) -> Saved:
+    """What the file holds of a shard, compared with the metadata."""
+    saved = files.tensors_of(shard.file).get(entry.key)
     shown = files.tree.display(shard.file)
     if saved is None:
         raise Incomplete(
@@ -251,7 +261,8 @@ def _stored(entry: FlexEntry, shard: Shard, files: DataFiles) -> Saved:
     fits = prod(saved.shape) == numel
     if shard.span is None and saved.shape != shard.shape and len(saved.shape) != 1:
         fits = False
-    if not fits or saved.dtype.name not in _STORED.get(entry.dtype.name, (entry.dtype.name,)):
+    stored_dtypes = _STORED.get(entry.dtype.name, (entry.dtype.name,))
+    if not fits or saved.dtype.name not in stored_dtypes:
         what = "" if shard.span is None else f", elements {shard.span[0]} to {shard.span[1]} of it"
         raise InconsistentCheckpoint(
             f"the file holds {saved.dtype.name} {list(saved.shape)}; the metadata says {entry.dtype.name}, a block of "
@@ -270,13 +281,18 @@ def _stored(entry: FlexEntry, shard: Shard, files: DataFiles) -> Saved:
 def place(saved: Saved, shard: Shard, dtype: DType, pairs: Boxes) -> Iterator[Chunk]:
     """The chunks of one stored shard. pairs: (box in the logical tensor, box in the local block), tiling the block."""
     start = shard.span[0] if shard.span else 0
+
+    # A whole block needs no line: its boxes are boxes of the array.
     if shard.span is None and len(saved.parts) == 1:
         array = saved.parts[0]
         if array.shape != shard.shape:
             array = array._replace(shape=shard.shape, strides=None)
         yield from (Chunk(box, array._replace(dtype=dtype), inner, shard.replica) for box, inner in pairs if box.numel)
         return
+
+    # A flattened range: each box may be cut anywhere.
     line = FlatLine.of_block(shard, shard.shape, pairs)
+
     for part in saved.parts:
         array = part._replace(dtype=dtype, shape=(part.numel,), strides=None)
         yield from (chunk._replace(replica=shard.replica) for _, chunk in line.chunks(array, start))
@@ -285,28 +301,28 @@ def place(saved: Saved, shard: Shard, dtype: DType, pairs: Boxes) -> Iterator[Ch
 
 # -- static names ------------------------------------------------------------------------------------------------------
 
-# bytes
 META = "model_meta.json"
-META_LIMIT = 256 << 20
-_MADE = re.compile(r"(?:generated_tensor|eager_tmp|eager_in_tmp|auto)_\d+.*")
+META_LIMIT = 256 << 20  # bytes
+_TEMPORARY_NAME = re.compile(r"(?:generated_tensor|eager_tmp|eager_in_tmp|auto)_\d+.*")
 
 
-def statics(listings: Mapping[str, FlexListing], files: DataFiles) -> dict[str, set[str]]:
+def read_static_names(listings: Mapping[str, FlexListing], files: DataFiles) -> dict[str, set[str]]:
     """Structured name -> its static names (one; several where files contradict each other or stages count anew)."""
-    out: dict[str, set[str]] = {}
-    for structured, static in (*_of_tables(listings, files), *_of_meta(files)):
-        if not _MADE.fullmatch(static):
-            out.setdefault(structured, set()).add(static)
-    return out
+    names: dict[str, set[str]] = {}
+
+    for structured, static in (*_read_name_tables(listings, files), *_read_meta_names(files)):
+        if not _TEMPORARY_NAME.fullmatch(static):
+            names.setdefault(structured, set()).add(static)
+    return names
 
 
-def _of_tables(listings: Mapping[str, FlexListing], files: DataFiles) -> Iterator[tuple[str, str]]:
+def _read_name_tables(listings: Mapping[str, FlexListing], files: DataFiles) -> Iterator[tuple[str, str]]:
     for folder, listing in listings.items():
         kind = folder.rstrip("/")
         if kind == EMA_FOLDER or not kind:
             continue
         for file in listing.files:
-            files.of(file)
+            files.tensors_of(file)  # reads the names too
             for key, static in files.names.get(file, {}).items():
                 name = trainer_key(kind, key)
                 suffix = "" if name.state in (MODEL, MASTER) else f"_{suffix_of(name)[1:]}"
@@ -314,7 +330,7 @@ def _of_tables(listings: Mapping[str, FlexListing], files: DataFiles) -> Iterato
                     yield name.name, static.removesuffix(suffix).removesuffix(INFIX)
 
 
-def _of_meta(files: DataFiles) -> Iterator[tuple[str, str]]:
+def _read_meta_names(files: DataFiles) -> Iterator[tuple[str, str]]:
     if not files.tree.exists(META):
         return
     value = parse(files.tree.read_whole(META, limit=META_LIMIT), path=files.tree.display(META))
@@ -334,28 +350,32 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d{1,9})\.")
 
 def degrees_of(listings: Iterable[FlexListing], ranks: int) -> tuple[dict[str, int], str]:
     """(degrees, sharding version). degrees: tp, pp, ep, and dp (all data ranks) where they account for all `ranks`."""
-    every = list(listings)
-    model = [entry for listing in every for entry in listing.entries.values()]
-    tp = max([_blocks(entry) for entry in model], default=1)
-    version = "v2" if any(shard.span for entry in model for shard in entry.shards) else ""
+    all_listings = list(listings)
+    entries = [entry for listing in all_listings for entry in listing.entries.values()]
+
+    tp = max([_count_blocks(entry) for entry in entries], default=1)
+    version = "v2" if any(shard.span for entry in entries for shard in entry.shards) else ""
     degrees = {"tp": tp} if tp > 1 else {}
-    pp = _stages(model) if ranks > 1 else 1
+
+    pp = _count_stages(entries) if ranks > 1 else 1
     if ranks % (tp * pp):
         pp = 1
     if pp > 1:
         degrees["pp"] = pp
+
+    # Data ranks are what is left; expert ranks are carved out of them.
     if ranks % (tp * pp) == 0:
         dp = ranks // (tp * pp)
         if dp > 1:
             degrees["dp"] = dp
-        ep = _experts(model) if dp > 1 else 1  # with dp 1 they may be on the tensor ranks (`moe_group` mp)
+        ep = _count_expert_ranks(entries) if dp > 1 else 1  # with dp 1 they may be on the tensor ranks (`moe_group` mp)
         if ep > 1 and ep % tp == 0 and tp * dp % ep == 0:
             degrees["ep"] = ep
         version = version or ("v1" if dp > 1 else "")
     return degrees, version
 
 
-def _blocks(entry: FlexEntry) -> int:
+def _count_blocks(entry: FlexEntry) -> int:
     """Into how many blocks an entry is cut along one axis."""
     if len(entry.shards) < 2 or not entry.shape:
         return 1
@@ -369,55 +389,67 @@ def _rank_of(file: str) -> str:
     return file.rpartition("/")[2].partition("_")[0]
 
 
-def _stages(entries: Sequence[FlexEntry]) -> int:
+def _count_stages(entries: Sequence[FlexEntry]) -> int:
     """Groups of ranks that share no layer, where each group has layers of its own."""
-    layers: dict[int, set[str]] = {}
+    ranks_by_layer: dict[int, set[str]] = {}
     for entry in entries:
-        found = _LAYER.search(entry.key)
-        if found:
-            layers.setdefault(int(found[1]), set()).update(_rank_of(shard.file) for shard in entry.shards)
+        match = _LAYER.search(entry.key)
+        if match:
+            ranks_by_layer.setdefault(int(match[1]), set()).update(_rank_of(shard.file) for shard in entry.shards)
+
+    # Ranks that hold the same layer are of one stage: joined by union-find.
     parent: dict[str, str] = {}
 
-    def root(rank: str) -> str:
+    def find_root(rank: str) -> str:
         while parent.setdefault(rank, rank) != rank:
             parent[rank] = parent[parent[rank]]
             rank = parent[rank]
         return rank
 
-    for ranks in layers.values():
-        first, *others = ranks or {""}
-        for other in others:
-            parent[root(other)] = root(first)
-        root(first)
-    sizes: dict[str, int] = {}
+    for ranks in ranks_by_layer.values():
+        first_rank, *other_ranks = ranks or {""}
+        for other in other_ranks:
+            parent[find_root(other)] = find_root(first_rank)
+        find_root(first_rank)
+
+    ranks_of_stage: dict[str, int] = {}
     for rank in [*parent]:
-        sizes[root(rank)] = sizes.get(root(rank), 0) + 1
-    return len(sizes) if len(set(sizes.values())) == 1 else 1
+        ranks_of_stage[find_root(rank)] = ranks_of_stage.get(find_root(rank), 0) + 1
+
+    # Stages have as many ranks each: groups of several sizes are no stages.
+    return len(ranks_of_stage) if len(set(ranks_of_stage.values())) == 1 else 1
 
 
-def _experts(entries: Sequence[FlexEntry]) -> int:
+def _count_expert_ranks(entries: Sequence[FlexEntry]) -> int:
     """Runs of experts that are stored in files of their own, each as long as the others."""
-    homes: dict[str, dict[int, set[str]]] = {}
+    ranks_by_expert: dict[str, dict[int, set[str]]] = {}
     for entry in entries:
-        found = _EXPERT.match(entry.key)
-        if found:
-            ranks = homes.setdefault(found[1], {}).setdefault(int(found[2]), set())
+        match = _EXPERT.match(entry.key)
+        if match:
+            ranks = ranks_by_expert.setdefault(match[1], {}).setdefault(int(match[2]), set())
             ranks.update(_rank_of(shard.file) for shard in entry.shards)
-    return max([_runs(experts) for experts in homes.values()], default=1)
+    return max([_count_runs(experts) for experts in ranks_by_expert.values()], default=1)
 
 
-def _runs(experts: Mapping[int, set[str]]) -> int:
-    files: list[set[str]] = []
+def _count_runs(experts: Mapping[int, set[str]]) -> int:
+    """Runs of neighbouring experts on the same ranks; 1 unless they are of one length and on ranks of their own.
+
+    experts: number -> ranks that hold it.
+    """
+    ranks_of_run: list[set[str]] = []
     lengths: list[int] = []
     for number in sorted(experts):
-        if files and files[-1] & experts[number]:
-            files[-1] |= experts[number]
+        if ranks_of_run and ranks_of_run[-1] & experts[number]:
+            ranks_of_run[-1] |= experts[number]
             lengths[-1] += 1
         else:
-            files.append(set(experts[number]))
+            ranks_of_run.append(set(experts[number]))
             lengths.append(1)
-    homes = [file for run in files for file in run]
-    return len(files) if len(homes) == len(set(homes)) and len(set(lengths)) == 1 else 1
+
+    ranks = [rank for run in ranks_of_run for rank in run]
+    are_separate = len(ranks) == len(set(ranks))
+    are_of_one_length = len(set(lengths)) == 1
+    return len(ranks_of_run) if are_separate and are_of_one_length else 1
 
 
 # -- averages without metadata -----------------------------------------------------------------------------------------
@@ -435,60 +467,67 @@ class _Home(NamedTuple):
 
 
 class OldEma(NamedTuple):
-    """listing: as if a metadata file had it. rounded: keys left out, 16-bit copies of averages that are there in
-    fp32."""
+    """Averages of a folder without metadata."""
 
-    listing: FlexListing
-    rounded: tuple[str, ...]
+    listing: FlexListing  # as if a metadata file had it
+    rounded: tuple[str, ...]  # keys left out: 16-bit copies of averages that are stored in fp32 too
 
 
-def old_ema(save: Save, listings: Mapping[str, FlexListing], files: DataFiles) -> OldEma:
-    """The averages as if a metadata file listed them. listings: of the other folders, by folder. Raises InputError
-    E1338."""
-    made = FlexListing(save.folder)
-    known = _parameters(save, listings, files)
+def list_old_ema(save: Save, listings: Mapping[str, FlexListing], files: DataFiles) -> OldEma:
+    """The averages as if a metadata file listed them. listings: of the other folders, by folder. Raises Unexplained
+    E1338 where nothing says which part of which parameter an average is."""
+    ema_listing = FlexListing(save.folder)
+    names_by_static = _invert_static_names(save, listings, files)
     rounded: dict[str, None] = {}
-    for masters in (True, False):
+
+    # Averages of masters first: a 16-bit tensor is only a copy where its fp32 average is listed.
+    for is_master in (True, False):
         for name in save.data:
             file = save.folder + name
-            made.files[file] = None
-            for key, saved in [*files.of(file).items()]:
-                if (saved.path[0] == MASTERS) is not masters:
+            ema_listing.files[file] = None
+            for key, saved in [*files.tensors_of(file).items()]:
+                if (saved.path[0] == MASTERS) is not is_master:
                     continue
-                if not masters and saved.dtype.bits == 16 and key + MASTER_SUFFIX in made.entries:
+                if not is_master and saved.dtype.bits == 16 and key + MASTER_SUFFIX in ema_listing.entries:
                     rounded[key] = None
                     files.forget(file, key)
                     continue
-                home = _home(saved, name, listings, known)
+
+                home = _find_home(saved, name, listings, names_by_static)
                 if home is None:
-                    raise _unplaced(key, files.tree.display(file))
-                shard = _shard(saved, home, file, files.tree.display(file))
+                    raise _unplaced_error(key, files.tree.display(file))
+                shard = _find_shard(saved, home, file, files.tree.display(file))
                 if shard is not None:
-                    _add(made, home.entry, shard, _cut(saved, shard))
-                    files.rename(file, key, home.entry.key, _cut(saved, shard))
-    return OldEma(made, tuple(rounded))
+                    unpadded = _cut_padding(saved, shard)
+                    _add_shard(ema_listing, home.entry, shard, unpadded)
+                    files.rename(file, key, home.entry.key, unpadded)
+    return OldEma(ema_listing, tuple(rounded))
 
 
-def _parameters(save: Save, listings: Mapping[str, FlexListing], files: DataFiles) -> dict[str, list[str]]:
-    """Static name -> structured names, by all that is stated of them."""
-    known: dict[str, list[str]] = {}
-    for structured, names in statics(listings, files).items():
-        for static in names:
-            known.setdefault(static, []).append(structured)
+def _invert_static_names(save: Save, listings: Mapping[str, FlexListing], files: DataFiles) -> dict[str, list[str]]:
+    """Static name -> structured names, by the tables of all folders and the averages' own names."""
+    structured_names: dict[str, list[str]] = {}
+    for structured, static_names in read_static_names(listings, files).items():
+        for static in static_names:
+            structured_names.setdefault(static, []).append(structured)
+
     for name in save.data:
-        for key, saved in files.of(save.folder + name).items():
-            if saved.path[0] != MASTERS and saved.name and key not in known.setdefault(saved.name, []):
-                known[saved.name].append(key)
-    return known
+        for key, saved in files.tensors_of(save.folder + name).items():
+            if saved.path[0] == MASTERS or not saved.name:
+                continue
+            same_static = structured_names.setdefault(saved.name, [])
+            if key not in same_static:
+                same_static.append(key)
+    return structured_names
 
 
-def _add(made: FlexListing, home: FlexEntry, shard: Shard, saved: Saved) -> None:
+def _add_shard(listing: FlexListing, home: FlexEntry, shard: Shard, saved: Saved) -> None:
     dtype = DTYPES["BF16"] if saved.dtype.name == "U16" else saved.dtype  # Paddle has no uint16 tensors
-    entry = made.entries.setdefault(home.key, FlexEntry(home.key, (home.key,), dtype, home.shape, []))
+    entry = listing.entries.setdefault(home.key, FlexEntry(home.key, (home.key,), dtype, home.shape, []))
     entry.shards.append(shard)
 
 
-def _unplaced(key: str, shown: str) -> Unexplained:
+def _unplaced_error(key: str, shown: str) -> Unexplained:
     return Unexplained(
         f"nothing says which part of which parameter this is: the {EMA_FOLDER} has no metadata, and no other folder "
         "has the same rank's layout",
@@ -499,7 +538,7 @@ def _unplaced(key: str, shown: str) -> Unexplained:
     )
 
 
-def _cut(saved: Saved, shard: Shard) -> Saved:
+def _cut_padding(saved: Saved, shard: Shard) -> Saved:
     """A slice without its padding."""
     if shard.span is None or len(saved.parts) != 1:
         return saved
@@ -507,8 +546,17 @@ def _cut(saved: Saved, shard: Shard) -> Saved:
     return saved._replace(shape=shape, parts=(saved.parts[0]._replace(shape=shape),))
 
 
-def _home(saved: Saved, name: str, listings: Mapping[str, FlexListing], known: Mapping[str, list[str]]) -> _Home | None:
-    """What another folder says about the parameter that this is the average of. known: static -> structured names."""
+def _find_home(
+    saved: Saved, name: str, listings: Mapping[str, FlexListing], names_by_static: Mapping[str, list[str]]
+) -> _Home | None:
+    """What another folder says about the parameter that this is the average of, None where none does.
+
+    Args:
+        saved: the average.
+        name: of its file, which is that of the same rank in the other folder.
+        listings: of the other folders.
+        names_by_static: static -> structured names.
+    """
     folder = MODEL_FOLDER if saved.path[0] != MASTERS else MASTER_FOLDER
     listing = listings.get(f"{folder}/")
     if listing is None or len(saved.path) != (1 if folder == MODEL_FOLDER else 2):
@@ -517,26 +565,34 @@ def _home(saved: Saved, name: str, listings: Mapping[str, FlexListing], known: M
     if folder == MODEL_FOLDER:
         entry = listing.entries.get(str(saved.path[0]))
         return None if entry is None else _Home(entry, file)
-    entries = [listing.entries.get(structured + MASTER_SUFFIX) for structured in known.get(str(saved.path[1]), ())]
-    found = [entry for entry in entries if entry is not None]
-    mine = [entry for entry in found if any(shard.file == file for shard in entry.shards)]
-    return _Home((mine or found)[0], file) if found else None
+
+    # A static name may mean several parameters, of several stages: prefer the one that the same rank holds.
+    candidates = []
+    for structured in names_by_static.get(str(saved.path[1]), ()):
+        entry = listing.entries.get(structured + MASTER_SUFFIX)
+        if entry is not None:
+            candidates.append(entry)
+    on_this_rank = [entry for entry in candidates if any(shard.file == file for shard in entry.shards)]
+    return _Home((on_this_rank or candidates)[0], file) if candidates else None
 
 
-def _shard(saved: Saved, home: _Home, file: str, shown: str) -> Shard | None:
-    """Where the average is: as its home's shard of the same rank does; a whole one wherever only one box fits it.
-    None for a slice that is padding alone, or one that another rank of the same data holds too."""
-    mine = [shard for shard in home.entry.shards if shard.file == home.file]
+def _find_shard(saved: Saved, home: _Home, file: str, shown: str) -> Shard | None:
+    """Which part of the parameter the average is: that of the same rank's shard in its home; of a whole one, the only
+    box that fits it. None for a slice that is padding alone, or one that another rank of the same data holds too."""
+    rank_shards = [shard for shard in home.entry.shards if shard.file == home.file]
     numel = prod(saved.shape)
-    blocks = [s for s in mine or home.entry.shards if s.span is None and prod(s.shape) == numel]
-    if len({(s.offset, s.shape) for s in blocks}) == 1:
+    blocks = [shard for shard in rank_shards or home.entry.shards if shard.span is None and prod(shard.shape) == numel]
+    if len({(shard.offset, shard.shape) for shard in blocks}) == 1:
         return blocks[0]._replace(file=file, replica=0)
-    flat = [s for s in home.entry.shards if s.span is not None]
-    if len(saved.shape) == 1 and flat and not blocks:
-        if not mine:
+
+    # A slice of the flattened block, padded to the length that all ranks have.
+    is_sliced = any(shard.span is not None for shard in home.entry.shards)
+    if len(saved.shape) == 1 and is_sliced and not blocks:
+        if not rank_shards:
             return None
-        if len(mine) == 1 and mine[0].span and mine[0].span[1] - mine[0].span[0] <= numel:
-            return mine[0]._replace(file=file, replica=0)
+        span = rank_shards[0].span
+        if len(rank_shards) == 1 and span and span[1] - span[0] <= numel:
+            return rank_shards[0]._replace(file=file, replica=0)
     raise Unexplained(
         f"an average of shape {list(saved.shape)} fits no one part of its parameter of shape {list(home.entry.shape)}",
         code=UNPLACED,
@@ -582,41 +638,42 @@ class _FlexReading:
         self.roots: Mapping[str, str] = {}
 
     def catalog(self) -> Catalog:
-        self._listings()
+        """The catalog, unchecked."""
+        self._read_listings()
         for save in self.saves:
-            self._add(save, self.listings[save.folder])
-        beside = read_extras(self.tree)
-        for tensor in beside.tensors.values():
-            self._put(tensor, "next to the folders")
-        degrees, hints = self._hints()
+            self._add_save(save, self.listings[save.folder])
+        extra_files = read_extras(self.tree)
+        for tensor in extra_files.tensors.values():
+            self._add_tensor(tensor, "next to the folders")
+
+        degrees, hints = self._build_hints()
         required = self.options.require_checksums
         checks = checksums.missing(self.tree, self.tensors.values(), required=required)
+
         data = [file for listing in self.listings.values() for file in listing.files]
         data += [save.folder + name for save in self.saves for name in save.data]  # a rank without tensors writes one
         metadata = [save.folder + save.metadata for save in self.saves if save.metadata]
+        unsafe = [line for listing in self.listings.values() for line in listing.unsafe]
+        unsafe += [*self.files.unsafe, *extra_files.unsafe]
         return Catalog(
             "paddle-flex",
             tensors=self.tensors,
-            extras=beside.extras,
+            extras=extra_files.extras,
             mesh=Mesh.of_degrees(degrees) if degrees.get("dp", 1) % degrees.get("ep", 1) == 0 else Mesh(),
             files=(
                 *metadata,
                 *dict.fromkeys(data),
-                *beside.files,
-                *(name for name in (META,) if self.tree.exists(name)),
+                *extra_files.files,
+                *([META] if self.tree.exists(META) else []),
             ),
             sidefiles=side_files(self.tree),
             notes=(*self.notes, *self._job_notes(), *(checks if required else ())),
-            unsafe=tuple(
-                dict.fromkeys(
-                    (*(u for each in self.listings.values() for u in each.unsafe), *self.files.unsafe, *beside.unsafe)
-                )
-            ),
+            unsafe=tuple(dict.fromkeys(unsafe)),
             hints=hints,
             indexes=tuple(metadata),
         )
 
-    def _listings(self) -> None:
+    def _read_listings(self) -> None:
         for save in self.saves:
             if save.metadata is None:
                 continue
@@ -624,17 +681,20 @@ class _FlexReading:
             folders.refuse_other_save(save, listing.files, self.tree.display(save.folder + save.metadata))
             check_files(self.tree, save.folder, listing.files, save.metadata)
             self.listings[save.folder] = listing
-        bare = [save.folder + name for save in self.saves if save.metadata is None for name in save.data]
-        there = self.tree.listing()
-        named = [file for listing in self.listings.values() for file in listing.files if file in there]
-        self.files.read((*named, *bare))
+
+        # All files at once, so that all that can't be read are reported together.
+        unlisted = [save.folder + name for save in self.saves if save.metadata is None for name in save.data]
+        existing = self.tree.listing()
+        listed = [file for listing in self.listings.values() for file in listing.files if file in existing]
+        self.files.read((*listed, *unlisted))
+
         for save in self.saves:
             if save.metadata is None:
-                old = old_ema(save, self.listings, self.files)
+                old = list_old_ema(save, self.listings, self.files)
                 self.listings[save.folder] = old.listing
-                copies = (
-                    f"; {len(old.rounded)} of them are there in 16 bits too, which is left out" if old.rounded else ""
-                )
+                copies = ""
+                if old.rounded:
+                    copies = f"; {len(old.rounded)} of them are there in 16 bits too, which is left out"
                 self.notes.append(
                     Note(
                         "N-ema-without-metadata",
@@ -646,24 +706,26 @@ class _FlexReading:
 
     # -- tensors -------------------------------------------------------------------------------------------------------
 
-    def _add(self, save: Save, listing: FlexListing) -> None:
+    def _add_save(self, save: Save, listing: FlexListing) -> None:
         entries = list(listing.entries.values())
-        kind = save.kind or (self.tree.root.name if self.tree.root.name in folders.FOLDERS else "")
+        kind = save.kind or (self.tree.root.name if self.tree.find_root.name in folders.FOLDERS else "")
         if kind:
             keys = [trainer_key(kind, entry.key) for entry in entries]
         else:
-            plain = plain_keys((entry.key, entry.path) for entry in entries)
-            keys = plain.keys
-            self.roots = plain.roots
+            plain_key_table = plain_keys((entry.key, entry.path) for entry in entries)
+            keys = plain_key_table.keys
+            self.roots = plain_key_table.roots
+
         recorded: list[str] = []
-        config = self._config()
+        config = self._plain_config()
         for key, entry in zip(keys, entries, strict=True):
             parts = side_by_side(key.name, config)
             chunks = chunks_of_entry(entry, self.files, parts if kind else ())
             path = entry.path if len(entry.path) > 1 else ()
-            self._put(LogicalTensor(key, entry.shape, entry.dtype, chunks, path), save.folder)
+            self._add_tensor(LogicalTensor(key, entry.shape, entry.dtype, chunks, path), save.folder)
             if not kind and fused_blocks(entry, parts):
                 recorded.append(entry.key)
+
         if recorded:
             self.notes.append(
                 Note(
@@ -675,11 +737,12 @@ class _FlexReading:
                     recorded[0],
                 )
             )
-        self._unlisted(save, listing)
+        self._add_unlisted(save, listing)
 
-    def _put(self, tensor: LogicalTensor, where: str) -> None:
-        known = self.tensors.setdefault(tensor.key, tensor)
-        if known is not tensor:
+    def _add_tensor(self, tensor: LogicalTensor, where: str) -> None:
+        """Add a tensor. Raises InconsistentCheckpoint E1339 where another key means the same one."""
+        first = self.tensors.setdefault(tensor.key, tensor)
+        if first is not tensor:
             raise InconsistentCheckpoint(
                 f"two keys mean the same tensor: one is in {where}",
                 code=TWICE,
@@ -688,66 +751,74 @@ class _FlexReading:
                 hint="files of two saves are mixed: remove those of the older one",
             )
 
-    def _unlisted(self, save: Save, listing: FlexListing) -> None:
+    def _add_unlisted(self, save: Save, listing: FlexListing) -> None:
         """Keys of the data files that the metadata does not list: averages keep them, elsewhere they are left over."""
-        found = self.files.unlisted(listing.entries, listing.files)
-        left = []
-        for key, homes in found.items():
+        left_over = []
+        for key, files in self.files.find_unlisted(listing.entries, listing.files).items():
             name = trainer_key(EMA_FOLDER, key)
             if save.kind != EMA_FOLDER or name in self.tensors or save.metadata is None:
-                left.append(key)
+                left_over.append(key)
                 continue
-            saved = [self.files.of(file)[key] for file in homes]
-            if len({(one.shape, one.dtype) for one in saved}) > 1:
+
+            saved = [self.files.tensors_of(file)[key] for file in files]
+            if len({(part.shape, part.dtype) for part in saved}) > 1:
                 raise InconsistentCheckpoint(
                     "the metadata does not list it, and ranks hold it in different shapes",
                     code="E2201",
                     key=str(name),
-                    path=self.tree.display(homes[0]),
+                    path=self.tree.display(files[0]),
                     hint="nothing says how the parts make up the tensor",
                 )
             shape = saved[0].shape
             dtype = saved[0].dtype
             if dtype.name == "U16":  # Paddle has no such tensors: its bits are a bfloat16
                 dtype = DTYPES["BF16"]
-            chunks = mark_replicas(chunk for one in saved for chunk in chunks_of(one, whole(shape), dtype=dtype))
-            self._put(LogicalTensor(TensorKey(name.name, EMA), shape, dtype, chunks), save.folder)
-        if left:
+            chunks = mark_replicas(chunk for part in saved for chunk in chunks_of(part, whole(shape), dtype=dtype))
+            self._add_tensor(LogicalTensor(TensorKey(name.name, EMA), shape, dtype, chunks), save.folder)
+
+        if left_over:
             self.notes.append(
                 Note(
                     "N-unlisted-keys",
-                    f"{len(left)} keys of the data files are not in the metadata and are left out: "
-                    f"{', '.join(left[:10])}",
+                    f"{len(left_over)} keys of the data files are not in the metadata and are left out: "
+                    f"{', '.join(left_over[:10])}",
                     self.tree.display(save.folder),
                 )
             )
 
     # -- what is not tensors -------------------------------------------------------------------------------------------
 
-    def _hints(self) -> tuple[dict[str, int], Hints]:
+    def _build_hints(self) -> tuple[dict[str, int], Hints]:
         ranks = max(len(save.data) for save in self.saves)
         degrees, version = degrees_of(self.listings.values(), ranks) if self.trainer else ({}, "")
-        own = PaddleHints(flex="trainer" if self.trainer else "plain", sharding=version, config=self._config() or None)
+        paddle_hints = PaddleHints(
+            flex="trainer" if self.trainer else "plain", sharding=version, config=self._plain_config() or None
+        )
+
+        # Only the Trainer's folders show degrees and static names.
         if self.trainer:
-            own = replace(own, sharding_degree=degrees.get("dp", 1) if version else 1, names=self._names())
+            paddle_hints = replace(
+                paddle_hints, sharding_degree=degrees.get("dp", 1) if version else 1, names=self._order_static_names()
+            )
         else:
             safe = any(name.endswith(".safetensors") for name in self.saves[0].data)
-            own = replace(own, roots=dict(self.roots), safetensors=safe)
+            paddle_hints = replace(paddle_hints, roots=dict(self.roots), safetensors=safe)
+
         globals_ = Globals.each(*(each.globals for each in self.listings.values()), self.files.globals)
-        hints = Hints.of(Dialect("paddle"), own, globals_)
+        hints = Hints.of(Dialect("paddle"), paddle_hints, globals_)
         return degrees, hints.having(Degrees(**degrees)) if degrees else hints
 
-    def _names(self) -> dict[str, str]:
-        """Structured -> static, in the model's order; {} where the tables do not say it of every trained parameter."""
-        known = statics(self.listings, self.files)
+    def _order_static_names(self) -> dict[str, str]:
+        """Structured -> static, in the model's order; {} unless the tables have one for every trained parameter."""
+        static_names = read_static_names(self.listings, self.files)
         trained = {key.name for key in self.tensors if key.state not in (MODEL, EMA, EXTRAS)}
         listing = self.listings.get(f"{MODEL_FOLDER}/")
-        if listing is None or not trained or any(len(known.get(name, ())) != 1 for name in trained):
+        if listing is None or not trained or any(len(static_names.get(name, ())) != 1 for name in trained):
             return {}
         order = dict.fromkeys((*listing.entries, *sorted(trained)))
-        return {name: next(iter(known[name])) for name in order if len(known.get(name, ())) == 1}
+        return {name: next(iter(static_names[name])) for name in order if len(static_names.get(name, ())) == 1}
 
-    def _config(self) -> dict[str, Any]:
+    def _plain_config(self) -> dict[str, Any]:
         """The plain scalars of the model's config: `--config`, else the folder's own."""
         config = read_config(self.tree, ReadOptions(config=self.options.config))
         return {key: value for key, value in config.items() if value is None or type(value) in (bool, int, float, str)}
