@@ -708,7 +708,7 @@ class _FlexReading:
 
     def _add_save(self, save: Save, listing: FlexListing) -> None:
         entries = list(listing.entries.values())
-        kind = save.kind or (self.tree.root.name if self.tree.find_root.name in folders.FOLDERS else "")
+        kind = save.kind or (self.tree.root.name if self.tree.root.name in folders.FOLDERS else "")
         if kind:
             keys = [trainer_key(kind, entry.key) for entry in entries]
         else:
