@@ -2,13 +2,13 @@
 
     checkpoint-100/  model_state.tp0{0,1}.pdparams  optimizer.tp0{0,1}.pdopt  scheduler.pdparams  config.json
                      training_args.bin  rng_state_0.pth                              named in a note, never unpickled
-    fc.pdparams      a state dict;   train.pd   {"model": {...}, "epoch": 3}: names by where tensors hang
+    fc.pdparams      a state dict;   train.pd   {"model": {...}, "epoch": 3}: names by the tensors' paths
 
 Three passes over values that are small: pickles of all files give names and shapes of a rank's parts; tables of names
 (of the model files, or model_meta.json) show whose the optimizer's tensors are; then parts are gathered.
 
-Specification: `systems.paddle.pdparams.format`. Cost: a pickle a file, some us a tensor and file.
-What it does not do: read values, gather parts (`systems.paddle.pdparams.gather`).
+Specification: `systems.paddle.pdparams.format`. How parts are gathered: `systems.paddle.pdparams.gather`. Cost: a
+pickle a file, some us a tensor and file; values are read only where they decide how ranks share a tensor.
 """
 
 from __future__ import annotations
@@ -71,9 +71,17 @@ _NAMES_KEPT = 1 << 17  # static names that the hints carry
 
 
 class PaddleReading:
-    """One read of rank files. tables: also those of files whose tensors are not read (a lone optimizer's model)."""
+    """One read of rank files."""
 
     def __init__(self, tree: Tree, files: list[RankFile], config: Mapping[str, Any], extra: Iterable[str] = ()) -> None:
+        """Read all pickles and the tables of names.
+
+        Args:
+            tree: the checkpoint.
+            files: those of its ranks.
+            config: of the model.
+            extra: files whose tables of names are read, but no tensors (the model's of a lone optimizer).
+        """
         self.tree = tree
         self.files = files
         self.meta = read_meta(tree)
@@ -86,60 +94,69 @@ class PaddleReading:
         self.config = config
         self._names: dict[tuple[int, int, int], dict[str, str]] = {}
         self._collect_names(extra)
-        self.numbering = self._numbering()
+        self.numbering = self._number_experts()
         self.gathering = PaddleGathering(
             self.degrees,
-            self._with_sizes(),
-            sliced=self._strategy(),
+            self._complete_config(),
+            sliced=self._is_sliced(),
             apart=self.numbering.is_apart,
-            differ=self._differ,
+            differ=self._compare_values,
         )
-        self.bf16 = self._says_bf16()
+        self.bf16 = self._has_bf16()
 
     def catalog(self, extras: dict[Any, Any], sidefiles: Iterable[str], beside: Iterable[str]) -> Catalog:
-        """The catalog. extras: of files beside, which go before those of the ranks' files."""
-        self._shapes_of_metas()
+        """The catalog.
+
+        Args:
+            extras: of the other files, which take precedence over those of the ranks' files.
+            sidefiles: files that are copied.
+            beside: the other files that were read.
+        """
+        self._add_meta_shapes()
+
+        # Model files first: they say which parameters there are and how they are cut.
         for file in self.files:
             if file.kind == MODEL_FILE:
-                self._model(file, self.contents[file.name])
-        self._same_names()
+                self._add_model(file, self.contents[file.name])
+        self._check_same_names()
         for file in self.files:
             if file.kind != MODEL_FILE:
-                self._states(file, self.contents[file.name])
-        self._all_there()
-        tensors = self.gathering.tensors(self._order())
+                self._add_states(file, self.contents[file.name])
+        self._check_completeness()
+
+        tensors = self.gathering.tensors(self._order_names())
         contents = list(self.contents.values())
-        parted = self.gathering.parted_heads()
-        seen = {} if parted is None else {HEADS: {"tensor_ranks": self.degrees.tp, "parted": parted}}
+        split_heads = self.gathering.parted_heads()
+        head_facts = {} if split_heads is None else {HEADS: {"tensor_ranks": self.degrees.tp, "parted": split_heads}}
         catalog = Catalog(
             "paddle",
             tensors=tensors,
-            extras=self._extras() | seen | extras,
+            extras=self._collect_extras() | head_facts | extras,
             mesh=Mesh.of_degrees(self.degrees.to_json()),
             files=(*self.contents, *self.meta.files, *beside),
             sidefiles=tuple(sidefiles),
             notes=tuple(self.notes),
             unsafe=tuple(dict.fromkeys(line for content in contents for line in content.unsafe)),
-            hints=self._hints(),
+            hints=self._build_hints(),
         )
         catalog.check()
         return catalog
 
     # -- names --------------------------------------------------------------------------------------------------------
 
-    def _stage(self, where: PaddleRank) -> tuple[int, int, int]:
+    def _stage_key(self, where: PaddleRank) -> tuple[int, int, int]:
         return (where.tp, where.pp, where.ep)
 
-    def _meta_of(self, where: PaddleRank) -> StageMeta | None:
+    def _find_meta(self, where: PaddleRank) -> StageMeta | None:
         stages = self.meta.stages
         return stages.get((where.tp, where.pp, where.ep)) or stages.get((where.tp, where.pp, 0))
 
     def _collect_names(self, extra: Iterable[str]) -> None:
         """Tables of names by (tp, pp, ep): the metas', then the model files', which must not contradict."""
         for where in self.where.values():
-            stage = self._meta_of(where)
+            stage = self._find_meta(where)
             if stage is not None:
-                self._names.setdefault(self._stage(where), dict(stage.names))
+                self._names.setdefault(self._stage_key(where), dict(stage.names))
         for file in self.files:
             if file.kind == MODEL_FILE:
                 self._add_names(self.where[file.name], self.contents[file.name], self.tree.display(file.name))
@@ -147,58 +164,69 @@ class PaddleReading:
             self._add_names(self.degrees.rank(0, 0, 0), read_paddle(self.tree, name), self.tree.display(name))
 
     def _add_names(self, where: PaddleRank, content: PaddleContent, shown: str) -> None:
-        mine = self._names.setdefault(self._stage(where), {})
+        names = self._names.setdefault(self._stage_key(where), {})
         for saved in content.leaves:
             if len(saved.path) != 1 or not saved.name:
                 continue
             name = str(saved.path[0])
-            if mine.setdefault(name, saved.name) != saved.name:
+            if names.setdefault(name, saved.name) != saved.name:
                 raise two_jobs(
                     CONTRADICTS,
-                    f"model_meta.json calls it {mine[name][:100]}, the model file {saved.name[:100]}",
+                    f"model_meta.json calls it {names[name][:100]}, the model file {saved.name[:100]}",
                     shown,
                     name,
                 )
 
-    def _table(self, where: PaddleRank) -> NameTable | None:
+    def _find_table(self, where: PaddleRank) -> NameTable | None:
         """The table for a rank's optimizer; None where no table of its (tensor rank, stage) is known."""
-        own = self._names.get(self._stage(where))
-        if own is None and self.degrees.ep > 1:  # data ranks without a model file of their own
-            own = next((names for at, names in self._names.items() if at[:2] == (where.tp, where.pp)), None)
-        return NameTable(own) if own else None
+        names = self._names.get(self._stage_key(where))
+        if names is None and self.degrees.ep > 1:  # data ranks without a model file of their own
+            candidates = (table for stage, table in self._names.items() if stage[:2] == (where.tp, where.pp))
+            names = next(candidates, None)
+        return NameTable(names) if names else None
 
-    def _numbering(self) -> Numbering:
-        held: dict[tuple[int, int, int], set[str]] = {at: set(names) for at, names in self._names.items()}
+    def _number_experts(self) -> Numbering:
+        """How the experts' numbers of each rank become those of the whole model."""
+        names_by_stage: dict[tuple[int, int, int], set[str]] = {
+            stage: set(names) for stage, names in self._names.items()
+        }
         for file in self.files:
             if file.kind == MODEL_FILE:
-                at = self._stage(self.where[file.name])
-                held.setdefault(at, set()).update(str(s.path[0]) for s in self.contents[file.name].leaves)
-        flags = {p.no_sync for stage in self.meta.stages.values() for n, p in stage.params.items() if is_expert(n)}
-        return number_experts(held, self.degrees, self.config, parted=flags != {False})
+                stage_names = names_by_stage.setdefault(self._stage_key(self.where[file.name]), set())
+                stage_names.update(str(saved.path[0]) for saved in self.contents[file.name].leaves)
 
-    def _logical(self, name: str, where: PaddleRank) -> str:
+        # If the metas say that all experts are synchronised, ranks hold copies of them, no parts.
+        flags = set()
+        for meta in self.meta.stages.values():
+            flags |= {param.no_sync for name, param in meta.params.items() if is_expert(name)}
+        return number_experts(names_by_stage, self.degrees, self.config, parted=flags != {False})
+
+    def _logical_name(self, name: str, where: PaddleRank) -> str:
         return self.numbering.logical(name, where.ep)
 
-    def _order(self) -> list[str]:
-        """Logical names in the order of the model: stages first, then expert ranks."""
-        return [
-            self.numbering.logical(name, at[2])
-            for at, names in sorted(self._names.items(), key=lambda item: (item[0][1], item[0][2], item[0][0]))
-            for name in names
-        ]
+    def _order_names(self) -> list[str]:
+        """Logical names in the order of the model."""
+        ordered_names = []
+        for (_, _, ep), names in self._sorted_tables():
+            ordered_names += [self.numbering.logical(name, ep) for name in names]
+        return ordered_names
+
+    def _sorted_tables(self) -> list[tuple[tuple[int, int, int], dict[str, str]]]:
+        """Tables of names by (tp, pp, ep): stages first, then expert ranks, then tensor ranks."""
+        return sorted(self._names.items(), key=lambda item: (item[0][1], item[0][2], item[0][0]))
 
     # -- what files hold ----------------------------------------------------------------------------------------------
 
-    def _shapes_of_metas(self) -> None:
+    def _add_meta_shapes(self) -> None:
         for (_, _, ep), stage in self.meta.stages.items():
             for name, param in stage.params.items():
                 logical = self.numbering.logical(name, ep)
                 self.gathering.shape(logical, param.shape, stage.shown)
                 self.gathering.distributed[logical] = param.distributed
 
-    def _model(self, file: RankFile, content: PaddleContent) -> None:
+    def _add_model(self, file: RankFile, content: PaddleContent) -> None:
         where = self.where[file.name]
-        stage = self._meta_of(where)
+        stage = self._find_meta(where)
         for saved in content.leaves:
             if len(saved.path) != 1:
                 raise InputError(
@@ -216,37 +244,42 @@ class PaddleReading:
                     self.tree.display(file.name),
                     name,
                 )
-            logical = self._logical(name, where)
+
+            logical = self._logical_name(name, where)
             self.gathering.shape(logical, saved.shape, self.tree.display(file.name))
             dtype = self.dtype(saved, param.dtype if param else None)
             self.gathering.hold(TensorKey(logical, MODEL), FileShare(where, saved, dtype, False))
 
-    def _states(self, file: RankFile, content: PaddleContent) -> None:
-        """An optimizer's file, or an average's."""
+    def _add_states(self, file: RankFile, content: PaddleContent) -> None:
+        """Add the tensors of an optimizer's file, or of an average's. Raises Unexplained E1313 for tensors whose
+        parameters no table names."""
         where = self.where[file.name]
-        table = self._table(where)
-        unknown: list[str] = []
+        table = self._find_table(where)
+        unnamed: list[str] = []
         self._refuse_others_shares(file, content, table)
+
         for saved in content.leaves:
-            key = self._key_of(file, saved, table, where)
+            key = self._find_key(file, saved, table, where)
             if key is None:
-                unknown.append(dotted(saved.path))
+                unnamed.append(dotted(saved.path))
                 continue
             buffered = saved.path[0] == MASTER_WEIGHTS or file.kind != EMA_FILE
             self.gathering.hold(key, FileShare(where, saved, self.dtype(saved, None), buffered))
-        if unknown:
+
+        if unnamed:
             raise Unexplained(
-                f"{len(unknown)} of {len(content.leaves)} tensors belong to parameters that no table names: "
-                f"{unknown[0][:120]}",
+                f"{len(unnamed)} of {len(content.leaves)} tensors belong to parameters that no table names: "
+                f"{unnamed[0][:120]}",
                 code=NO_NAME,
                 path=self.tree.display(file.name),
-                faults=[f"no name: {key[:200]}" for key in unknown[1:50]],
+                faults=[f"no name: {key[:200]}" for key in unnamed[1:50]],
                 hint="Paddle's own names change with the job: put the model's file of the same rank "
                 "(model_state...pdparams)"
                 " or model_meta.json of the same save next to it",
             )
+
         if table is None and content.leaves:
-            self._note(
+            self._add_note(
                 STATIC_NAMES,
                 "no model file or meta states the names of the parameters: Paddle's own (static) ones are shown",
                 file.name,
@@ -256,46 +289,50 @@ class PaddleReading:
         """Raise InconsistentCheckpoint E0305 for a sharding rank's file with states that the meta deals to other ranks:
         it is one of theirs. (Experts are dealt inside a group of their own.)"""
         where = self.where[file.name]
-        stage = self._meta_of(where)
+        stage = self._find_meta(where)
         if stage is None or not stage.owners or table is None:
             return
-        others = []
+        misplaced = []
         for saved in content.leaves:
             path = [str(step) for step in saved.path]
             owner = table.owner(path[0]) if len(path) == 1 and file.kind != EMA_FILE else None
-            static = path[1] if path[0] == MASTER_WEIGHTS and len(path) == 2 else owner.static if owner else ""
+            if path[0] == MASTER_WEIGHTS and len(path) == 2:
+                static = path[1]
+            else:
+                static = owner.static if owner else ""
             rank = stage.owners.get(static, where.shard)
-            single = prod(saved.shape) == 1  # a number of a parameter may be on every rank
-            if rank != where.shard and not single and not is_expert(table.structured.get(static, "")):
-                others.append(f"{dotted(saved.path)[:200]} is sharding rank {rank}'s")
-        if others:
+            is_number = prod(saved.shape) == 1  # a number of a parameter may be on every rank
+            if rank != where.shard and not is_number and not is_expert(table.structured.get(static, "")):
+                misplaced.append(f"{dotted(saved.path)[:200]} is sharding rank {rank}'s")
+        if misplaced:
             raise InconsistentCheckpoint(
-                f"{len(others)} of {len(content.leaves)} tensors belong to other sharding ranks: {others[0]}",
+                f"{len(misplaced)} of {len(content.leaves)} tensors belong to other sharding ranks: {misplaced[0]}",
                 code=CONTRADICTION,
                 path=self.tree.display(file.name),
-                faults=others[1:50],
+                faults=misplaced[1:50],
                 hint=f"{stage.shown} says who owns what: another rank's file is here, or it comes from another save",
             )
 
-    def _key_of(self, file: RankFile, saved: Saved, table: NameTable | None, where: PaddleRank) -> TensorKey | None:
+    def _find_key(self, file: RankFile, saved: Saved, table: NameTable | None, where: PaddleRank) -> TensorKey | None:
+        """The logical key of a stored state, None where nothing names its parameter."""
         path = [str(step) for step in saved.path]
-        average = file.kind == EMA_FILE
+        is_average = file.kind == EMA_FILE
         if path[0] == MASTER_WEIGHTS and len(path) == 2:
-            owner: Owner | None = Owner(path[1], EMA if average else MASTER)
+            owner: Owner | None = Owner(path[1], EMA if is_average else MASTER)
         elif len(path) != 1:
             return None
-        elif average:
-            return TensorKey(self._logical(path[0], where), EMA)
+        elif is_average:
+            return TensorKey(self._logical_name(path[0], where), EMA)
         else:
             owner = table.owner(path[0]) if table else NameTable({}).guess(path[0])
         if owner is None or (table is None and self.tree.single is None):
             return None
         name = table.structured.get(owner.static) if table else owner.static
-        return None if name is None else TensorKey(self._logical(name, where), owner.state)
+        return None if name is None else TensorKey(self._logical_name(name, where), owner.state)
 
     # -- dtypes -------------------------------------------------------------------------------------------------------
 
-    def _says_bf16(self) -> bool:
+    def _has_bf16(self) -> bool:
         """Does anything say that 16-bit integers are bfloat16?"""
         if any(p.dtype is DTYPES["BF16"] for stage in self.meta.stages.values() for p in stage.params.values()):
             return True
@@ -313,7 +350,7 @@ class PaddleReading:
         contradicts."""
         return element_type(saved, stated, bf16=self.bf16)
 
-    def _differ(self, name: str, lists: list[list[StoredArray]]) -> bool | None:
+    def _compare_values(self, name: str, lists: list[list[StoredArray]]) -> bool | None:
         differing = differ(self.tree, lists)
         if differing is not None:
             what = "the ranks' differ, so they are parts" if differing else "the ranks' are equal, so they are copies"
@@ -322,37 +359,39 @@ class PaddleReading:
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
-    def _same_names(self) -> None:
+    def _check_same_names(self) -> None:
         """Raise InconsistentCheckpoint E0305 when tensor ranks of a stage hold different parameters (experts aside)."""
-        by_rank: dict[int, dict[int, set[str]]] = {}
+        names_by_rank: dict[int, dict[int, set[str]]] = {}
         for key in self.gathering.keys():
             if key.state == MODEL and not self.numbering.is_apart(key.name):
                 for pp, tp in self.gathering.holders(key):
-                    by_rank.setdefault(pp, {}).setdefault(tp, set()).add(key.name)
-        for pp, ranks in by_rank.items():
-            every = set().union(*ranks.values())
+                    names_by_rank.setdefault(pp, {}).setdefault(tp, set()).add(key.name)
+
+        for pp, ranks in names_by_rank.items():
+            stage_names = set().union(*ranks.values())
             for tp in range(self.degrees.tp):
-                lost = sorted(every - ranks.get(tp, set()))
-                if lost:
+                missing = sorted(stage_names - ranks.get(tp, set()))
+                if missing:
                     raise InconsistentCheckpoint(
-                        f"tensor rank {tp} of stage {pp} lacks {len(lost)} parameters that others have",
+                        f"tensor rank {tp} of stage {pp} lacks {len(missing)} parameters that others have",
                         code=CONTRADICTION,
                         path=self.tree.display(),
-                        key=lost[0],
-                        faults=lost[1:50],
+                        key=missing[0],
+                        faults=missing[1:50],
                         hint="a file was cut short, or files of two jobs are mixed",
                     )
 
-    def _all_there(self) -> None:
-        """Every parameter that a meta deals to a rank must be there; others that it names may be frozen: a note."""
-        held = {key.name for key in self.gathering.keys() if key.state in (MODEL, MASTER)}
-        if not held:
+    def _check_completeness(self) -> None:
+        """Report parameters that a meta deals to a rank and that no file has (Incomplete E0302). Others that a meta
+        names may be frozen: they get a note."""
+        stored_names = {key.name for key in self.gathering.keys() if key.state in (MODEL, MASTER)}
+        if not stored_names:
             return
         frozen: dict[str, None] = {}
         for (_, _, ep), stage in self.meta.stages.items():
-            first = set(NameTable(stage.names).structured.values())
+            canonical_names = set(NameTable(stage.names).structured.values())
             for name, static in stage.names.items():
-                if self.numbering.logical(name, ep) in held or name not in first:
+                if self.numbering.logical(name, ep) in stored_names or name not in canonical_names:
                     continue
                 if static in stage.owners:
                     fault = Incomplete(
@@ -364,8 +403,9 @@ class PaddleReading:
                     )
                     report_missing(fault)
                 frozen[self.numbering.logical(name, ep)] = None
+
         if frozen:
-            self._note(
+            self._add_note(
                 FROZEN,
                 f"{len(frozen)} parameters that model_meta.json names are in no file (frozen ones are not saved):"
                 f" {', '.join(sorted(frozen)[:3])}",
@@ -374,7 +414,7 @@ class PaddleReading:
 
     # -- the rest -----------------------------------------------------------------------------------------------------
 
-    def _extras(self) -> dict[Any, Any]:
+    def _collect_extras(self) -> dict[Any, Any]:
         """Plain values of the ranks' files: equal on all ranks."""
         out: dict[Any, Any] = {}
         for file in self.files:
@@ -389,7 +429,7 @@ class PaddleReading:
                     )
         return out
 
-    def _with_sizes(self) -> Mapping[str, Any]:
+    def _complete_config(self) -> Mapping[str, Any]:
         """The config with the width of the model where it lacks it: an embedding's columns."""
         facts = text_config(self.config)
         if "hidden_size" in facts:
@@ -400,23 +440,23 @@ class PaddleReading:
                     return {**facts, "hidden_size": saved.shape[1]}
         return facts
 
-    def _strategy(self) -> bool | None:
+    def _is_sliced(self) -> bool | None:
         strategy = self.meta.strategy
         if strategy:
             return strategy == "v2"
         return None if self.degrees.sharding > 1 else False
 
-    def _note(self, code: str, message: str, path: str) -> None:
+    def _add_note(self, code: str, message: str, path: str) -> None:
         if not any(note.code == code for note in self.notes):
             self.notes.append(Note(code, message, path))
 
-    def _hints(self) -> Hints:
+    def _build_hints(self) -> Hints:
         degrees = self.degrees
-        names = {
-            self.numbering.logical(name, at[2]): static
-            for at, table in sorted(self._names.items(), key=lambda item: (item[0][1], item[0][2], item[0][0]))
-            for name, static in table.items()
-        }
+        names = {}
+        for (_, _, ep), table in self._sorted_tables():
+            for name, static in table.items():
+                names[self.numbering.logical(name, ep)] = static
+
         sharded = any("shard" in file.at for file in self.files if file.kind == MODEL_FILE)
         version = ("v2" if self.gathering.saw_slices else "v1") if degrees.sharding > 1 else ""
         stem = next((file.stem for file in self.files if file.kind == MODEL_FILE), "")
@@ -428,27 +468,40 @@ class PaddleReading:
                 sharding=self.meta.strategy or version,
                 sharding_degree=degrees.sharding,
                 names=names if len(names) <= _NAMES_KEPT else {},
-                counts=tuple(self._counts()),
+                counts=tuple(self._count_layers()),
                 config=plain_config(self.config),
                 stem=stem,
             ),
         )
 
-    def _counts(self) -> list[int]:
+    def _count_layers(self) -> list[int]:
         """Decoder layers of each stage."""
-        layers: dict[int, set[int]] = {}
-        for at, names in self._names.items():
-            mine = layers.setdefault(at[1], set())
-            mine |= {int(found[1]) for name in names if (found := _LAYER.search(name))}
-        return [len(layers.get(pp, ())) for pp in range(self.degrees.pp)] if self.degrees.pp > 1 else []
+        if self.degrees.pp == 1:
+            return []
+        layers_by_stage: dict[int, set[int]] = {}
+        for (_, pp, _), names in self._names.items():
+            stage_layers = layers_by_stage.setdefault(pp, set())
+            for name in names:
+                match = _LAYER.search(name)
+                if match:
+                    stage_layers.add(int(match[1]))
+        return [len(layers_by_stage.get(pp, ())) for pp in range(self.degrees.pp)]
 
 
 def element_type(saved: Saved, stated: DType | None, *, bf16: bool) -> DType:
-    """What a stored array's bits are: bfloat16 is stored as U16, float8 as I8. stated: by the meta. A tensor that has a
-    name of its own was one of Paddle's, which has no unsigned 16-bit integers. bf16: what a bare array of them is.
+    """What a stored array's bits are: bfloat16 is stored as U16, float8 as I8.
 
-    Raises InputError E1314 where nothing says what U16 is, InconsistentCheckpoint E1312 where the meta contradicts the
-    file."""
+    A tensor that has a name of its own was one of Paddle's, which has no unsigned 16-bit integers.
+
+    Args:
+        saved: the array.
+        stated: the dtype that the meta states.
+        bf16: does anything say that bare arrays of U16 are bfloat16?
+
+    Raises:
+        InputError: E1314, nothing says what U16 is.
+        InconsistentCheckpoint: E1312, the meta contradicts the file.
+    """
     path = saved.parts[0].path
     key = dotted(saved.path)[:200]
     if stated is not None and stated != saved.dtype:
@@ -477,11 +530,13 @@ def says_bf16(config: Mapping[str, Any]) -> bool:
 
 def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The plain values of a config, for the hints."""
-    kept: dict[str, Any] = {k: v for k, v in config.items() if v is None or isinstance(v, str | int | float | bool)}
+    plain_values: dict[str, Any] = {
+        k: v for k, v in config.items() if v is None or isinstance(v, str | int | float | bool)
+    }
     for key in ("architectures", "text_config", "moe_layer_start_index", "moe_num_experts"):
         if key in config:
-            kept[key] = config[key]
-    return kept
+            plain_values[key] = config[key]
+    return plain_values
 
 
 # -- a folder ----------------------------------------------------------------------------------------------------------
@@ -502,6 +557,7 @@ def read_tree(tree: Tree, options: ReadOptions) -> Catalog:
     config = read_config(tree, options)
     if tree.single is not None:
         return _read_one(tree, tree.single, config, lenient=options.lenient)
+
     names = tree.names()
     files = rank_files(names, prefer=options.prefer)
     if not files:
@@ -516,17 +572,19 @@ def read_tree(tree: Tree, options: ReadOptions) -> Catalog:
         _refuse_lost_optimizer(tree, names, files)
     beside = read_extras(tree)
     tensors = {k: t if isinstance(t, LogicalTensor) else simple_tensor(k, t.array()) for k, t in beside.tensors.items()}
+
     reading = PaddleReading(tree, files, config)
-    job = [name for name in names if _JOB_FILES.fullmatch(name)]
-    if job:
-        message = f"the job's own files, not read and not copied: {', '.join(job[:8])}"
-        reading.notes.append(Note(JOB, message + (f" and {len(job) - 8} more" if len(job) > 8 else "")))
-    sides = [name for name in names if is_sidefile(name) or _SIDE.fullmatch(name)]
+    job_files = [name for name in names if _JOB_FILES.fullmatch(name)]
+    if job_files:
+        message = f"the job's own files, not read and not copied: {', '.join(job_files[:8])}"
+        reading.notes.append(Note(JOB, message + (f" and {len(job_files) - 8} more" if len(job_files) > 8 else "")))
+    sidefiles = [name for name in names if is_sidefile(name) or _SIDE.fullmatch(name)]
     read = {*(file.name for file in files), *beside.files}
     unread = [name for name in tree.seen(names) if name.endswith(_DATA) and name not in read]
     if unread:
         reading.notes.append(Note(UNREAD, f"not part of the checkpoint, not read: {', '.join(unread[:8])}"))
-    catalog = reading.catalog(beside.extras, sides, beside.files)
+
+    catalog = reading.catalog(beside.extras, sidefiles, beside.files)
     if not options.lenient and not catalog.unsafe:  # what asks for code is reported first
         _refuse_lost_masters(tree, reading)
     return replace(catalog, tensors={**catalog.tensors, **tensors}, unsafe=(*catalog.unsafe, *beside.unsafe))
@@ -546,19 +604,20 @@ def _refuse_lost_optimizer(tree: Tree, names: list[str], files: list[RankFile]) 
 
 
 def _refuse_lost_masters(tree: Tree, reading: PaddleReading) -> None:
-    """Raise Incomplete E0302 where an optimizer's tensors are called after masters that their file lacks."""
+    """Raise Incomplete E0302 where an optimizer's tensors are named after masters that their file lacks."""
     _refuse_lost_averages(tree, reading)
     for file in reading.files:
         if file.kind == OPTIMIZER_FILE:
             leaves = reading.contents[file.name].leaves
-            lost = without_master((saved.path, saved.shape) for saved in leaves)
-            if lost:
+            missing = without_master((saved.path, saved.shape) for saved in leaves)
+
+            if missing:
                 fault = Incomplete(
-                    f"moments of {len(lost)} master weights that the file does not hold",
+                    f"moments of {len(missing)} master weights that the file does not hold",
                     code=MISSING,
                     path=tree.display(file.name),
-                    key=lost[0][:200],
-                    faults=[f"no master: {key[:200]}" for key in lost[1:50]],
+                    key=missing[0][:200],
+                    faults=[f"no master: {key[:200]}" for key in missing[1:50]],
                     hint="the file was edited or cut: fetch it again; --lenient takes it as it is",
                 )
                 report_missing(fault)
@@ -567,23 +626,26 @@ def _refuse_lost_masters(tree: Tree, reading: PaddleReading) -> None:
 def _refuse_lost_averages(tree: Tree, reading: PaddleReading) -> None:
     """Raise Incomplete E0302 for an average's file that lacks what the optimizer's of the same rank has masters of."""
 
-    def masters(file: RankFile) -> set[str]:
+    def find_masters(file: RankFile) -> set[str]:
         leaves = reading.contents[file.name].leaves
         return {str(saved.path[1]) for saved in leaves if saved.path[0] == MASTER_WEIGHTS and len(saved.path) == 2}
 
-    if not any(masters(file) for file in reading.files if file.kind == EMA_FILE):
+    if not any(find_masters(file) for file in reading.files if file.kind == EMA_FILE):
         return  # averages of fp32 parameters alone
-    optimizers = {(*sorted(file.at.items()),): masters(file) for file in reading.files if file.kind == OPTIMIZER_FILE}
+    optimizers = {
+        (*sorted(file.at.items()),): find_masters(file) for file in reading.files if file.kind == OPTIMIZER_FILE
+    }
     for file in reading.files:
-        lost = (
-            sorted(optimizers.get((*sorted(file.at.items()),), set()) - masters(file)) if file.kind == EMA_FILE else []
-        )
-        if lost:
+        if file.kind != EMA_FILE:
+            continue
+        optimizer_masters = optimizers.get((*sorted(file.at.items()),), set())
+        missing = sorted(optimizer_masters - find_masters(file))
+        if missing:
             fault = Incomplete(
-                f"averages of {len(lost)} master weights are not in the file",
+                f"averages of {len(missing)} master weights are not in the file",
                 code=MISSING,
                 path=tree.display(file.name),
-                key=lost[0][:200],
+                key=missing[0][:200],
                 hint="the file was edited or cut: fetch it again; --lenient takes it as it is",
             )
             report_missing(fault)
@@ -593,9 +655,11 @@ def _refuse_lost_averages(tree: Tree, reading: PaddleReading) -> None:
 
 
 def _read_one(tree: Tree, name: str, config: dict[str, Any], *, lenient: bool) -> Catalog:
+    """The catalog of one file alone. Raises Incomplete E0302 for one rank's file of several."""
     file = rank_file(name)
-    if file is None or not _is_flat(file, content := read_paddle(tree, name)):
-        return _nested(tree, name, config, content if file is not None else read_paddle(tree, name))
+    content = read_paddle(tree, name)
+    if file is None or not _is_flat(file, content):
+        return _read_nested(tree, name, config, content)
     if (file.at or file.of > 1) and not lenient:
         raise Incomplete(
             f"{name} is one rank's file of several",
@@ -623,8 +687,8 @@ def _is_flat(file: RankFile, content: PaddleContent) -> bool:
     return all(len(saved.path) == 1 or saved.path[0] == MASTER_WEIGHTS for saved in content.leaves)
 
 
-def _nested(tree: Tree, name: str, config: Mapping[str, Any], content: PaddleContent) -> Catalog:
-    """Any other state: names and states by where its tensors hang."""
+def _read_nested(tree: Tree, name: str, config: Mapping[str, Any], content: PaddleContent) -> Catalog:
+    """Any other state: names and states by the paths of its tensors."""
     bf16 = says_bf16(config) or any(MASTER_WEIGHTS in saved.path for saved in content.leaves)
     extras = content.extras if isinstance(content.extras, dict) else {"value": content.extras}
     named = name_leaves([Leaf(saved.path, saved.shape) for saved in content.leaves], extras, path=name)
@@ -634,8 +698,8 @@ def _nested(tree: Tree, name: str, config: Mapping[str, Any], content: PaddleCon
         chunks = chunks_of(saved, whole(saved.shape), dtype=dtype)
         tensors[key] = LogicalTensor(key, saved.shape, dtype, chunks, saved.path)
     tensors, unread = set_apart(tensors, named.faults)
-    own = PaddleHints(kind="nested", config=plain_config(config))
-    hints = Hints.of(named.roots, Dialect("paddle"), own)
+    paddle_hints = PaddleHints(kind="nested", config=plain_config(config))
+    hints = Hints.of(named.roots, Dialect("paddle"), paddle_hints)
     return Catalog(
         "paddle",
         tensors=tensors,
