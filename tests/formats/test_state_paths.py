@@ -132,10 +132,36 @@ def test_wrapper_parts_leave_the_names() -> None:
     assert [note.code for note in found.notes] == ["N-wrapper-names"]
 
 
-def test_two_tensors_of_one_name_stay_two() -> None:
-    found = name_leaves([leaf("model", "_orig_mod.a"), leaf("model", "a")], {})
+@pytest.mark.parametrize(
+    ("one", "other", "name"),
+    [
+        (("enc", "w"), ("enc.w",), "enc.w"),
+        (("enc.w",), ("enc", "w"), "enc.w"),
+        (("model", "enc", "w"), ("model", "enc.w"), "enc.w"),
+        (("model", 0), ("model", "0"), "0"),
+        (("model", "_orig_mod.a"), ("model", "a"), "a"),
+        (("optim", "state", "a.b", "exp_avg"), ("optim", "state", "a", "b.exp_avg"), ""),
+        (("ema", "a", "b"), ("ema", "a.b"), "a.b"),
+    ],
+)
+def test_two_tensors_of_one_name_are_an_error(one: tuple[Any, ...], other: tuple[Any, ...], name: str) -> None:
+    found = name_leaves([leaf(*one), leaf(*other)], {}, path="file.pt")
+    assert len(set(found.keys)) == 2
+    if name:
+        ((key, fault),) = found.faults.items()
+        assert (key.name, fault.code, fault.path) == (name, "E3018", "file.pt")
+        assert repr(one[-1]) in fault.message and repr(other[-1]) in fault.message
+
+
+def test_one_tensor_at_two_places_of_one_name_is_kept_as_an_extra() -> None:
+    found = name_leaves([Leaf(("model", "_orig_mod.a"), (2,), 1), Leaf(("model", "a"), (2,), 1)], {})
     assert [str(key) for key in found.keys] == ["a", "model.a [extras]"]
-    assert "N-same-name" in [note.code for note in found.notes]
+    assert "N-same-name" in [note.code for note in found.notes] and not found.faults
+
+
+def test_two_averages_and_two_optimizers_of_one_name_stay_two() -> None:
+    found = name_leaves([leaf("ema", "a"), leaf("model_ema", "a"), leaf("model", "a")], {})
+    assert len(set(found.keys)) == 3 and not found.faults
 
 
 # -- numbered parameters -----------------------------------------------------------------------------------------------

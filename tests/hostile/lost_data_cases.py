@@ -205,3 +205,49 @@ row("L13 parts of two steps", "safetensors/trainer_qwen3_moe", STEPS, "step 4000
 
 TIED_CONFIG = ("--to", "safetensors", "--config", str(FIXTURES / "safetensors/llama_tied/config.json"))
 row("L14 a config that ties another head", MODEL, {"convert": 3, "*": 0}, "tie_word_embeddings is true by", TIED_CONFIG)
+
+# -- two tensors of one name [formats/test_state_paths] ----------------------------------------------------------------
+
+
+def torch_state(make_state: Callable[[], Any]) -> Callable[[Path], Path]:
+    """A file of torch.save."""
+
+    def make(folder: Path) -> Path:
+        import torch
+
+        torch.save(make_state(), folder / "state.pt")
+        return folder / "state.pt"
+
+    return make
+
+
+def paddle_state(folder: Path) -> Path:
+    """A file of paddle.save, which is a pickle of arrays."""
+    import pickle
+
+    import numpy as np
+
+    state = {"enc": {"w": np.ones((2, 2), np.float32)}, "enc.w": np.zeros((2, 2), np.float32)}
+    (folder / "state.pdparams").write_bytes(pickle.dumps(state, protocol=2))
+    return folder / "state.pdparams"
+
+
+def nested_and_joined() -> Any:
+    import torch
+
+    return {"enc": {"w": torch.ones(2, 2)}, "enc.w": torch.zeros(2, 2), "b": torch.ones(3)}
+
+
+def number_and_text() -> Any:
+    import torch
+
+    return {"model": {"layers": {0: torch.ones(2, 2), "0": torch.zeros(2, 2)}}, "epoch": 1}
+
+
+HIDDEN = {"inspect": 0, "*": 3}
+TWO_PLACES: tuple[tuple[str, Callable[[Path], Path], str], ...] = (
+    ("L15 keys that join to one name", torch_state(nested_and_joined), "called enc.w"),
+    ("L15b a number and its text", torch_state(number_and_text), "called layers.0"),
+    ("L15c keys that join to one name, Paddle", paddle_state, "called enc.w"),
+)
+CASES += [(name, make, HIDDEN, words, ()) for name, make, words in TWO_PLACES]

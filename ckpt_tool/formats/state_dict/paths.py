@@ -26,7 +26,8 @@ Rules, in this order:
    `current_model_state` and `averaging_state` the averages lie in `state_dict`, as Lightning's callback leaves them.
 3. The model's root: the first of `model`, `model_state_dict`, `state_dict`, `module`, ... that holds tensors, at the
    top or beside an optimizer; one level is taken off, never two. Without any, the model lies bare at the top.
-   A tuple, a list or a dict of tensors under the name of one parameter is an error (`formats.state_dict.in_parts`).
+   A tuple, a list or a dict of tensors under the name of one parameter is an error (`formats.state_dict.in_parts`),
+   and so are two tensors of one name (`formats.state_dict.one_name`).
 4. Whatever else is a tensor (RNG states, a scheduler's) has the state `extras` and its dotted path as name, less a
    level that itself is called `extras`.
 5. `_checkpoint_wrapped_module.`, `_orig_mod.`, `_fsdp_wrapped_module.` are left by wrappers and taken out of names.
@@ -62,6 +63,7 @@ from ckpt_tool.formats.state_dict.averages import (
     state_of_refused,
 )
 from ckpt_tool.formats.state_dict.in_parts import find_parameter, refuse_parts
+from ckpt_tool.formats.state_dict.one_name import loses_one, refuse_one_name
 from ckpt_tool.formats.state_dict.optimizer_ids import Candidate, align
 from ckpt_tool.formats.state_dict.roots import Roots
 from ckpt_tool.formats.state_dict.tree import dotted
@@ -468,13 +470,19 @@ class _Naming:
                     self.keys[i] = TensorKey(clean(aligned.names[int(number)]), key.state)
 
     def unique(self) -> list[TensorKey]:
-        """The keys; a second tensor of one key becomes an extra under its path."""
-        seen: set[TensorKey] = set()
-        out = []
+        """The keys; a second tensor of one key becomes an extra under its path. Where one would be lost by that, the
+        first of them can't be read (`one_name`)."""
+        seen: dict[TensorKey, int] = {}
+        places: dict[str, int] = {}
+        out: list[TensorKey] = []
         wrapped = []
-        for leaf, key in zip(self.leaves, self.keys, strict=True):
+        for number, (leaf, key) in enumerate(zip(self.leaves, self.keys, strict=True)):
             given = key or TensorKey(dotted(leaf.path), EXTRAS)
             if given in seen:
+                other = self.leaves[seen[given]]
+                is_same_tensor = leaf.same is not None and leaf.same == other.same
+                if not is_same_tensor and loses_one(given, other.path, leaf.path):
+                    self._refuse(seen[given], refuse_one_name(given, other.path, leaf.path))
                 given = TensorKey(dotted(leaf.path), EXTRAS)
                 while given in seen:
                     given = TensorKey(given.name + "'", EXTRAS)
@@ -483,13 +491,23 @@ class _Naming:
                     f"two tensors claim one name: the one at {dotted(leaf.path)} is kept as an extra",
                     str(key),
                 )
-            seen.add(given)
+            seen[given] = number
             out.append(given)
+            self._refuse_joined(number, out, places)
             if any(isinstance(step, str) and clean(step) != step for step in leaf.path):
                 wrapped.append(dotted(leaf.path))
         if wrapped:
             self.note("N-wrapper-names", f"wrapper parts were taken out of {len(wrapped)} names, such as {wrapped[0]}")
         return out
+
+    def _refuse_joined(self, number: int, keys: Sequence[TensorKey], places: dict[str, int]) -> None:
+        """Note a weight of the model where another tensor's keys join to the same name, whatever that one was taken
+        for. keys: of the leaves up to this one. places: joined keys -> the first leaf of them."""
+        other = places.setdefault(dotted(self.leaves[number].path), number)
+        weights = [leaf for leaf in (other, number) if keys[leaf].state == MODEL]
+        if other != number and weights and weights[0] not in self.faults:
+            paths = self.leaves[other].path, self.leaves[number].path
+            self._refuse(weights[0], refuse_one_name(keys[weights[0]], *paths))
 
     def roots(self) -> Roots:
         first = self.optimizers[0] if self.optimizers else None

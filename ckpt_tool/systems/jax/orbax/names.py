@@ -32,6 +32,8 @@ from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.hints import Hint
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, Path, TensorKey
+from ckpt_tool.errors import CkptError
+from ckpt_tool.formats.state_dict.one_name import loses_one, refuse_one_name
 from ckpt_tool.formats.state_dict.words import MASTER_ROOTS, MODEL_ROOTS, OPTIMIZER_ROOTS, is_average
 
 STATES = {"mu": "exp_avg", "nu": "exp_avg_sq", "nu_max": "max_exp_avg_sq", "trace": "momentum_buffer"}
@@ -85,13 +87,15 @@ BARE = Trees((), (), ("opt_state", 0))  # of weights alone, as Gemma's library h
 
 class NamedLeaf(NamedTuple):
     """keys: of each leaf that is a tensor; None for a plain value. model, optimizer: where the parameters hang, and
-    what hangs beside `mu`, None where there is none. variables: are leaves the values of nnx's Variables?"""
+    what hangs beside `mu`, None where there is none. variables: are leaves the values of nnx's Variables? faults: of
+    tensors that can't be read, because another has the same name."""
 
     keys: list[TensorKey | None]
     notes: list[Note]
     model: Path
     optimizer: Path | None
     variables: bool
+    faults: Mapping[TensorKey, CkptError]
 
     def named_by(self, path: Path) -> Path:
         """What of a leaf's path is its name."""
@@ -123,13 +127,13 @@ def name_leaves(paths: Sequence[Path], plain: Sequence[bool]) -> NamedLeaf:
         key, above = found
         keys.append(key)
         optimizer = above if optimizer is None else optimizer
-    notes = _distinct(keys, paths)
+    notes, faults = _distinct(keys, paths)
     if not trained:
         tops = ", ".join(list(dict.fromkeys(str(path[0]) for path in paths))[:4])
         notes.append(
             Note("N-bare-model", f"nothing is called params: all arrays are taken for the model, under {tops}")
         )
-    return NamedLeaf(keys, notes, root, optimizer, variables)
+    return NamedLeaf(keys, notes, root, optimizer, variables, faults)
 
 
 def _without_value(path: Path) -> Path:
@@ -183,18 +187,22 @@ def _dotted(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def _distinct(keys: list[TensorKey | None], paths: Sequence[Path]) -> list[Note]:
-    """A second leaf of one key becomes an extra under its path."""
+def _distinct(keys: list[TensorKey | None], paths: Sequence[Path]) -> tuple[list[Note], dict[TensorKey, CkptError]]:
+    """A second leaf of one key becomes an extra under its path. Gives notes, and the faults of names by which one of
+    two tensors would be lost."""
     seen: dict[TensorKey, int] = {}
     notes = []
+    faults: dict[TensorKey, CkptError] = {}
     for i, key in enumerate(keys):
         if key is None:
             continue
         if key in seen:
+            if loses_one(key, paths[seen[key]], paths[i]):
+                faults[key] = refuse_one_name(key, paths[seen[key]], paths[i])
             own = TensorKey(_dotted(paths[i]), EXTRAS)
             notes.append(
                 Note("N-same-name", f"two leaves claim one name: {own.name} is kept as an extra", key=str(key))
             )
             keys[i] = key = own
         seen[key] = i
-    return notes
+    return notes, faults

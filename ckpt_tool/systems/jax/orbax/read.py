@@ -8,13 +8,14 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.bounds import numeral
-from ckpt_tool.core.catalog import Catalog, CatalogRow, Note
+from ckpt_tool.core.catalog import Catalog, CatalogRow, Note, Unread
 from ckpt_tool.core.faults import for_each
 from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.missing import is_collecting, report_missing
 from ckpt_tool.core.tensor import STEP, LogicalTensor, Path, TensorKey
 from ckpt_tool.errors import Incomplete
 from ckpt_tool.formats.hub_folder.model_files import side_files
+from ckpt_tool.formats.state_dict.unread import notes_of
 from ckpt_tool.storage.arrays.ocdbt import MANIFEST, read_keys
 from ckpt_tool.storage.arrays.zarr import Array, ZarrFiles, ZarrStore, read_array
 from ckpt_tool.storage.source import Tree, missing_file
@@ -105,11 +106,16 @@ def read_tree(tree: Tree, *, lenient: bool = False) -> Catalog:
         [each.array.shape == () and each.array.dtype.name in PLAIN for each in stored],
     )
     tensors = {key: each for each, key in zip(stored, named.keys, strict=True) if key is not None}
+    unread = []
+    for key, fault in named.faults.items():
+        fault.path = fault.path or tree.display(step.folder)
+        array = tensors.pop(key).array
+        unread.append(Unread(key, f"{array.dtype.name} {list(array.shape)}", fault=fault))
     for each, key in zip(stored, named.keys, strict=True):
         if key is None:
             _put(extras, each.path, _value(tree, each.array))
     extras = _as_lists(extras)
-    notes = [*named.notes, *filled]
+    notes = [*named.notes, *filled, *notes_of(unread)]
     for item in trees:
         if keys := orbax_items.keys_of_prngs(tree, item):
             first = next(iter(keys))
@@ -126,6 +132,7 @@ def read_tree(tree: Tree, *, lenient: bool = False) -> Catalog:
         notes=tuple(notes),
         hints=Hints.of(hint),
         count=count,
+        unread=tuple(unread),
     )
 
 
