@@ -106,11 +106,11 @@ def read_tree(tree: Tree, *, lenient: bool = False) -> Catalog:
         [each.array.shape == () and each.array.dtype.name in PLAIN for each in stored],
     )
     tensors = {key: each for each, key in zip(stored, named.keys, strict=True) if key is not None}
-    unread = []
-    for key, fault in named.faults.items():
+    unread: list[Unread] = []
+    for refused, fault in named.faults.items():
         fault.path = fault.path or tree.display(step.folder)
-        array = tensors.pop(key).array
-        unread.append(Unread(key, f"{array.dtype.name} {list(array.shape)}", fault=fault))
+        array = tensors.pop(refused).array
+        unread.append(Unread(refused, f"{array.dtype.name} {list(array.shape)}", fault=fault))
     for each, key in zip(stored, named.keys, strict=True):
         if key is None:
             _put(extras, each.path, _value(tree, each.array))
