@@ -69,7 +69,7 @@ def _refuse_unread(run: Run, unread: Sequence[Judged], newest: RunStep | None) -
 
 def pointer_notes(run: Run, judge: Judge) -> list[str]:
     """What is wrong with the pointer files of a run: they name what is not there, what is not sound, or no new step."""
-    notes = []
+    notes = [f"{file} names no step: it is empty, or holds something else" for file in run.blank_pointers]
     steps = {step.name: step for step in run.steps}
     newest = judge.newest()
     for file, name in run.pointers:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ckpt_tool.core.bounds import numeral
@@ -72,6 +72,7 @@ class Run(NamedTuple):
     steps: tuple[RunStep, ...]
     pointers: tuple[RunPointer, ...]
     others: tuple[str, ...] = ()
+    blank_pointers: tuple[str, ...] = ()  # pointer files that hold no name: empty ones, and junk
 
     def of(self, step: RunStep | str) -> str:
         """The path, or the URL, of a step."""
@@ -146,7 +147,9 @@ def _run_in(tree: Tree, src: str) -> Run:
         return Run(src, (), ())
     entries = entries_of(tree)
     found = {step.name: step for name in entries if (step := step_of(name, numbers=True)) and _fits(name, entries)}
-    pointers = tuple(_pointers(tree, entries))
+    texts = _pointer_texts(tree, entries)
+    pointers = tuple(RunPointer(file, pointed(text, entries.__contains__)) for file, text in texts.items() if text)
+    blank_pointers = tuple(file for file, text in texts.items() if not text)
     for _, name in pointers:
         if entries.get(name) and name not in found:
             found[name] = RunStep(name, None)
@@ -160,16 +163,14 @@ def _run_in(tree: Tree, src: str) -> Run:
             path=src,
             hint="move one kind into a folder of its own",
         )
-    return Run(src, tuple(steps), pointers, tuple(name for name in entries if name not in found))
+    return Run(src, tuple(steps), pointers, tuple(name for name in entries if name not in found), blank_pointers)
 
 
-def _pointers(tree: Tree, entries: Mapping[str, bool]) -> Iterator[RunPointer]:
-    """What the pointer files of a folder name, and what a link in a pointer's place named when it still led there."""
-    for file in POINTERS:
-        if entries.get(file) is False:
-            text = dangling_link(tree, file) or pointer_text(tree, file)
-            if text:
-                yield RunPointer(file, pointed(text, entries.__contains__))
+def _pointer_texts(tree: Tree, entries: Mapping[str, bool]) -> dict[str, str]:
+    """What the pointer files of a folder name, "" for no name, and what a link in a pointer's place named when it still
+    led there."""
+    files = [file for file in POINTERS if entries.get(file) is False]
+    return {file: dangling_link(tree, file) or pointer_text(tree, file) for file in files}
 
 
 def dangling_link(tree: Tree, file: str) -> str:

@@ -116,7 +116,10 @@ def test_none_is_exit_1_with_nothing_on_stdout(tmp_path: Path, capfd: Any) -> No
     [
         ("latest", "global_step30", "latest names global_step30, which is not there"),
         ("latest", "global_step9", "latest names global_step9, and global_step10 is newer"),
-        ("latest", "../global_step9", None),
+        ("latest", "../global_step9", "latest names no step"),
+        ("latest", "", "latest names no step"),
+        ("latest", "\n\x00\x01", "latest names no step"),
+        ("latest_checkpointed_iteration.txt", "", "latest_checkpointed_iteration.txt names no step"),
         ("latest_checkpointed_iteration.txt", "30", "names iter_0000030, which is not there"),
     ],
 )
@@ -125,7 +128,7 @@ def test_pointer_files_are_held_against_what_is_there(pointer: str, text: str, s
     (tmp_path / pointer).write_text(text)
     document = ckpt.latest(tmp_path)
     assert document["path"] == str(newer)
-    assert [note for note in document["notes"] if said and said in note] == document["notes"]
+    assert [note for note in document["notes"] if said in note] == document["notes"] and document["notes"]
     (tmp_path / pointer).write_text("global_step10")
     the_file(newer, part).unlink()
     assert ckpt.latest(tmp_path)["notes"] == [f"{pointer} names global_step10, which is not complete"]

@@ -14,7 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import ckpt_tool as ckpt
 from ckpt_tool.cli import run
+from ckpt_tool.errors import InputError
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.sources.opening import open_source
 
@@ -111,6 +113,12 @@ def test_an_array_that_its_tensor_would_round_is_refused(tmp_path, model):
 def test_arrays_of_no_tensors_type_are_refused_as_weights_and_left_as_extras(array, tmp_path, model):
     assert codes(saved(tmp_path, {"model": {**model, "w": array}})) == {"E0374"}
     assert converted(saved(tmp_path, {"model": model, "labels": array})).keys() == model.keys()
+
+
+def test_an_array_of_records_is_called_so(tmp_path, model):
+    source = saved(tmp_path, {"model": {**model, "w": np.zeros(2, "i4,f4")}})
+    with pytest.raises(InputError, match="a NumPy array of records in the place of a tensor"):
+        ckpt.convert(str(source), str(tmp_path / "records"), to="torch")
 
 
 # -- averages ----------------------------------------------------------------------------------------------------------

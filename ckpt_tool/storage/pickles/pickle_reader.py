@@ -32,6 +32,7 @@ from ckpt_tool.storage.pickles.coded_states import coded
 from ckpt_tool.storage.pickles.coded_weights import coded_weight
 from ckpt_tool.storage.pickles.pickle_globals import META_TENSOR, UNSUPPORTED_TENSORS, is_tensor_record
 from ckpt_tool.storage.pickles.pickle_machine import LONG_TEXT, Machine
+from ckpt_tool.storage.pickles.pickle_numpy import OBJECTS, STRUCTURED
 from ckpt_tool.storage.pickles.pickle_values import (
     UNSAFE,
     ArrayRef,
@@ -244,7 +245,8 @@ def other_form(value: Opaque, path: str, member: str | None = None) -> InputErro
         inner = inner.args[0]
     what = UNSUPPORTED_TENSORS.get(inner.name, "a tensor of a quantised, complex32 or lazily conjugated kind")
     if inner.name == ARRAY:
-        what = f"a NumPy array of {shown(str(inner.args[0]))} in the place of a tensor"
+        kind = {STRUCTURED: "records", OBJECTS: "Python objects"}.get(inner.args[0], shown(str(inner.args[0])))
+        what = f"a NumPy array of {kind} in the place of a tensor"
     hint = "convert it to a dense tensor (to_dense, dequantize, resolve_conj)"
     if inner.name == META_TENSOR:
         hint = (
