@@ -31,7 +31,7 @@ from ckpt_tool.errors import UsageError, wrap_os_error
 from ckpt_tool.formats.base import Format
 from ckpt_tool.option_kinds.values import AUTO
 from ckpt_tool.options.writing import DEFAULT_POLICY, Writing
-from ckpt_tool.plan.placing import PlacingRule, Wishes, lay_out, rules_from, shown_split, stages_by_bytes
+from ckpt_tool.plan.placing import PlacingRule, Wishes, describe_split, lay_out, rules_from, stages_by_bytes
 from ckpt_tool.sources.chosen import Chosen
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _shown(size: int) -> str:
 def layout_of(chosen: Chosen, wanted: Wanted, fmt: Format, writing: Writing) -> tuple[Layout, list[dict[str, Any]]]:
     """The layout, and what falls back. Raises UsageError E0260 to E0262 for what the format can't be laid out by."""
     if fmt.holds.own_layout:
-        rules_of = ", ".join(filter(None, [f"the rules of {fmt.name}", shown_split(wanted.wish.pp_split)]))
+        rules_of = ", ".join(filter(None, [f"the rules of {fmt.name}", describe_split(wanted.wish.pp_split)]))
         return Layout(Mesh.of_degrees(wanted.wish.degrees.stated()), (), rules_of), []
     inherited = chosen.sources[0].catalog.mesh.dims if chosen.inherits else ()
     degrees = {**dict(inherited), **writing.degrees}

@@ -1,6 +1,6 @@
-"""Balance: consecutive layers parted into pipeline stages of about the same bytes.
+"""Balance: consecutive layers divided into pipeline stages of about the same bytes.
 
-The largest stage is as small as it can be; among the partings with that maximum the one is taken whose stages are most
+The largest stage is as small as it can be; among the divisions with that maximum the one is taken whose stages are most
 alike (least sum of squares), and of those the one whose first stages have more layers. Exact, in time that grows with
 the square of the layers.
 """
@@ -11,33 +11,37 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 
-def balanced(sizes: Sequence[int], stages: int) -> tuple[int, ...]:
-    """Layers of each stage, at least one each. sizes: bytes of each layer in order, of what lies before the first and
-    behind the last with them; as many layers as stages or more.
+def balance_stages(sizes: Sequence[int], stages: int) -> tuple[int, ...]:
+    """Layers of each stage, at least one each.
 
-    >>> balanced([9, 4, 4, 4, 4, 7], 3)
+    sizes: bytes of each layer in order, at least as many layers as stages. What comes before the first layer counts to
+    it, what comes after the last to that.
+
+    >>> balance_stages([9, 4, 4, 4, 4, 7], 3)
     (1, 3, 2)
-    >>> balanced([30, 4, 4, 4, 4, 4, 4], 3)
+    >>> balance_stages([30, 4, 4, 4, 4, 4, 4], 3)
     (1, 3, 3)
     """
     until = [0, *accumulate(sizes)]
-    most = _smallest_maximum(until, stages)
+    limit = _smallest_maximum(until, stages)
     layers = len(sizes)
-    # best[n]: (sum of squares, layers of each stage negated) of the first n layers in the stages so far
-    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
+
+    # best_splits[n]: (sum of squares, layers of each stage negated) of the first n layers in the stages so far.
+    # Negated, because ties go to the split whose first stages have more layers.
+    best_splits: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for stage in range(1, stages + 1):
-        found: dict[int, tuple[int, tuple[int, ...]]] = {}
-        for begun, (squares, split) in best.items():
+        longer: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for begun, (squares, split) in best_splits.items():
             last = layers - (stages - stage)
             for end in range(begun + 1, last + 1) if stage < stages else (layers,):
                 size = until[end] - until[begun]
-                if size > most:
+                if size > limit:
                     break
                 candidate = squares + size * size, (*split, begun - end)
-                if end not in found or candidate < found[end]:
-                    found[end] = candidate
-        best = found
-    return tuple(-count for count in best[layers][1])
+                if end not in longer or candidate < longer[end]:
+                    longer[end] = candidate
+        best_splits = longer
+    return tuple(-count for count in best_splits[layers][1])
 
 
 def _smallest_maximum(until: Sequence[int], stages: int) -> int:

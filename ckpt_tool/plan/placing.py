@@ -1,10 +1,10 @@
 """Placing: which mesh dims cut which dims of every tensor, when all that is known is names, shapes and the source's
 cut.
 
-First hit wins: the rules of `--layout FILE`, the family's axes (once a family is known), the table of common names
-below, the source's own cut, dim 0. The decision is taken once a parameter; its states inherit it, and the data dims
-come on top for the states that ZeRO shards. Nothing here can lose a value: a wrong guess gives other boxes, recorded as
-such.
+The first of these that has an answer wins: the rules of `--layout FILE`, the family's axes (once a family is known),
+the table of common names below, the source's own cut, dim 0. The decision is made once for each parameter; its states
+inherit it, and the data dims come on top for the states that ZeRO shards. Nothing in this module can lose a value: a
+wrong guess gives other boxes, recorded as such.
 
 The table holds the names under which transformers, torchtitan, Megatron and Meta keep column-parallel weights (cut
 along dim 0: their outputs), row-parallel ones (dim 1: their inputs) and embeddings (dim 0: the vocabulary).
@@ -25,7 +25,7 @@ from ckpt_tool.core.mesh import Mesh, divisors_near
 from ckpt_tool.core.target import WantedTensor
 from ckpt_tool.core.tensor import EMA, EXTRAS, MODEL
 from ckpt_tool.errors import UsageError
-from ckpt_tool.plan.balance import balanced
+from ckpt_tool.plan.balance import balance_stages
 from ckpt_tool.weight_schemes.weights import Units
 
 _COLUMN = re.compile(
@@ -47,18 +47,17 @@ _GLOB = 4096  # characters
 _WEIGHTS = (MODEL, EMA)
 
 Shape = tuple[int, ...]
-At = tuple[tuple[str, int], ...]  # (mesh dim, coordinate) where a tensor lives alone
+At = tuple[tuple[str, int], ...]  # (mesh dim, coordinate) of the only ranks that hold a tensor
 Cuts = tuple[tuple[int, tuple[str, ...]], ...]  # (tensor dim, mesh dims that shall cut it, major first)
 
 
 class PlacingRule(NamedTuple):
-    """A line of a layout file: tensors whose name matches `match` (and state `state`) are cut along `shard`: tensor dim
-    -> mesh dims; `at`: the mesh coordinates where they live alone."""
+    """A line of a layout file: which tensors, and how they are cut."""
 
-    match: str
-    state: str = "*"
-    shard: tuple[tuple[int, tuple[str, ...]], ...] = ()
-    at: tuple[tuple[str, int], ...] = ()
+    match: str  # pattern of tensor names
+    state: str = "*"  # pattern of states
+    shard: tuple[tuple[int, tuple[str, ...]], ...] = ()  # tensor dim -> mesh dims
+    at: tuple[tuple[str, int], ...] = ()  # the mesh coordinates of the only ranks that hold them
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ class Wishes:
     cuts: Mapping[str, int] = field(default_factory=dict)  # name -> tensor dim that the source's ranks cut
     # layers of each stage, () for even stages, of about the same bytes where the layers do not divide
     pp_split: tuple[int, ...] = ()
-    # matrices lie as (inputs, outputs), Paddle's way round, so that what cuts outputs cuts dim 1
+    # matrices are stored as (inputs, outputs), as Paddle does, so that what cuts outputs cuts dim 1
     in_out: bool = False
     # tensors of quantised weights, which are cut between blocks
     together: Mapping[str, Units] = field(default_factory=dict)
@@ -86,19 +85,24 @@ def lay_out(tensors: Sequence[WantedTensor], wishes: Wishes) -> tuple[Layout, li
     """
     if wishes.mesh.size == 1:
         return Layout(wishes.mesh, (Placement(),) * len(tensors), "one rank"), []
-    states = _by_state(tensors)
-    names = {name: _numbered(name) for name in dict.fromkeys(name for held in states.values() for name in held.names)}
-    sizes = _bytes_by_name(tensors) if wishes.mesh["pp"] > 1 else {}
-    split = _split(names, wishes, sizes)
-    deciding = _Deciding(wishes, _stages(names, split), _experts(names, wishes.mesh), names)
-    shapes = _shapes(states)
+
+    states = _group_by_state(tensors)
+    all_names = dict.fromkeys(name for columns in states.values() for name in columns.names)
+    names = {name: _parse_name(name) for name in all_names}
+
+    sizes = _sum_bytes_by_name(tensors) if wishes.mesh["pp"] > 1 else {}
+    split = _split_layers(names, wishes, sizes)
+    placer = _Placer(wishes, _assign_stages(names, split), _assign_experts(names, wishes.mesh), names)
+
+    shapes = _find_shapes(states)
     placements: list[Placement] = [Placement()] * len(tensors)
-    for state, held in states.items():
-        for index, placement in zip(held.indexes, deciding.placements(state, held, shapes), strict=True):
+    for state, columns in states.items():
+        for index, placement in zip(columns.indexes, placer.place_state(state, columns, shapes), strict=True):
             placements[index] = placement
-    sources = [*deciding.sources, *filter(None, [shown_split(split)])]
+
+    sources = [*placer.sources, *filter(None, [describe_split(split)])]
     layout = Layout(wishes.mesh, tuple(placements), ", ".join(sources))
-    return layout, _fallbacks(tensors, placements, wishes.mesh)
+    return layout, _list_fallbacks(tensors, placements, wishes.mesh)
 
 
 class _State(NamedTuple):
@@ -109,52 +113,54 @@ class _State(NamedTuple):
     shapes: list[Shape]
 
 
-def _by_state(tensors: Sequence[WantedTensor]) -> dict[str, _State]:
+def _group_by_state(tensors: Sequence[WantedTensor]) -> dict[str, _State]:
     indexes: dict[str, list[int]] = {}
     for index, item in enumerate(tensors):
         indexes.setdefault(item.key.state, []).append(index)
     return {
-        state: _State(found, [tensors[i].key.name for i in found], [tensors[i].shape for i in found])
-        for state, found in indexes.items()
+        state: _State(members, [tensors[i].key.name for i in members], [tensors[i].shape for i in members])
+        for state, members in indexes.items()
     }
 
 
-def _bytes_by_name(tensors: Sequence[WantedTensor]) -> dict[str, int]:
+def _sum_bytes_by_name(tensors: Sequence[WantedTensor]) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for item in tensors:
         sizes[item.key.name] = sizes.get(item.key.name, 0) + item.nbytes
     return sizes
 
 
-def _shapes(states: Mapping[str, _State]) -> dict[str, Shape]:
+def _find_shapes(states: Mapping[str, _State]) -> dict[str, Shape]:
     """Name -> the parameter's shape: the model's, else that of its first state that is not a counter."""
     shapes: dict[str, Shape] = {}
     for state in sorted(states.keys() - {"step"}, key=lambda state: (state == MODEL, -states[state].indexes[0])):
-        held = states[state]
-        shapes |= zip(held.names, held.shapes, strict=True)
+        columns = states[state]
+        shapes |= zip(columns.names, columns.shapes, strict=True)
     return shapes
 
 
 class _Name(NamedTuple):
-    """What a name says of its place."""
+    """What a name says about the tensor's place in the model."""
 
     layer: int | None
     expert: int | None
-    alike: str  # the name without those numbers: equal for what is cut alike
+    alike: str  # the name with # for those numbers: equal for tensors that are cut alike
 
 
-def _numbered(name: str) -> _Name:
+def _parse_name(name: str) -> _Name:
     layer = _LAYER.search(name)
     expert = _EXPERT.search(name)
     if expert is None:
-        return _Name(None, None, name) if layer is None else _Name(int(layer[1]), None, _without(name, layer.span(1)))
+        return (
+            _Name(None, None, name) if layer is None else _Name(int(layer[1]), None, _mask_number(name, layer.span(1)))
+        )
     if layer is None:
-        return _Name(None, int(expert[1]), _without(name, expert.span(1)))
+        return _Name(None, int(expert[1]), _mask_number(name, expert.span(1)))
     first, last = sorted((layer.span(1), expert.span(1)))
-    return _Name(int(layer[1]), int(expert[1]), _without(_without(name, last), first))
+    return _Name(int(layer[1]), int(expert[1]), _mask_number(_mask_number(name, last), first))
 
 
-def _without(name: str, number: tuple[int, int]) -> str:
+def _mask_number(name: str, number: tuple[int, int]) -> str:
     return f"{name[: number[0]]}#{name[number[1] :]}"
 
 
@@ -166,7 +172,7 @@ class _Wish(NamedTuple):
     spread: tuple[str, ...] = ()  # mesh dims of data ranks, which cut unevenly
 
 
-class _Deciding:
+class _Placer:
     """Placements, each distinct case decided once."""
 
     def __init__(
@@ -181,81 +187,100 @@ class _Deciding:
         self._placements: dict[tuple[Any, ...], Placement] = {}
         self._by_kind: dict[str, dict[str, Placement]] = {}
 
-    def placements(self, state: str, held: _State, shapes: Mapping[str, Shape]) -> list[Placement]:
+    def place_state(self, state: str, columns: _State, shapes: Mapping[str, Shape]) -> list[Placement]:
         """The placement of every tensor of the state."""
-        known = self._by_kind.setdefault(self._kind(state), {})
-        mine = dict(zip(held.names, held.shapes, strict=True))
-        for name in [name for name in mine if name not in known] if known else mine:
-            known[name] = self._placement(name, state, shapes.get(name, mine[name]))
-        found = list(map(known.__getitem__, held.names))
-        if mine.items() <= shapes.items():
-            return found
-        return [  # a scalar twin (`step`) lives with its parameter, whole
-            placement if shapes.get(name, shape) == shape else self._decided(shape, _Wish(), placement.at)
-            for name, shape, placement in zip(held.names, held.shapes, found, strict=True)
+        known_placements = self._by_kind.setdefault(self._classify_state(state), {})
+        shape_of = dict(zip(columns.names, columns.shapes, strict=True))
+        new_names = [name for name in shape_of if name not in known_placements] if known_placements else shape_of
+        for name in new_names:
+            known_placements[name] = self._choose_placement(name, state, shapes.get(name, shape_of[name]))
+
+        placements = list(map(known_placements.__getitem__, columns.names))
+        if shape_of.items() <= shapes.items():
+            return placements
+
+        # A state of another shape than its parameter (`step`, a scalar) is on the same ranks, uncut.
+        return [
+            placement if shapes.get(name, shape) == shape else self._place(shape, _Wish(), placement.at)
+            for name, shape, placement in zip(columns.names, columns.shapes, placements, strict=True)
         ]
 
-    def _kind(self, state: str) -> str:
-        """What the wishes depend on of a state: weights, extras or other; with rules each is its own."""
+    def _classify_state(self, state: str) -> str:
+        """What the wishes depend on in a state: is it weights, extras or other? With rules each state is its own."""
         if self.wishes.rules or state == EXTRAS:
             return state
         return MODEL if state in _WEIGHTS or self.wishes.zero in (0, 3) else ""
 
-    def _placement(self, name: str, state: str, shape: Shape) -> Placement:
+    def _choose_placement(self, name: str, state: str, shape: Shape) -> Placement:
+        """Decide how a tensor is cut: once for all tensors whose names are alike, unless a layout file has rules."""
         if name in self.wishes.together and state == MODEL:
-            return self._joint(name, self.wishes.together[name])
+            return self._place_together(name, self.wishes.together[name])
         if self.wishes.rules:
-            at, wish = _wish(name, state, shape, self.wishes, self.stages, self.experts)
+            at, wish = _choose_cuts(name, state, shape, self.wishes, self.stages, self.experts)
         else:
-            found = self.names[name]
-            alike = (found.alike, found.expert is None, self._kind(state), len(shape), self.wishes.cuts.get(name))
+            parsed = self.names[name]
+            alike = (
+                parsed.alike,
+                parsed.expert is None,
+                self._classify_state(state),
+                len(shape),
+                self.wishes.cuts.get(name),
+            )
             if alike not in self._wishes:
-                self._wishes[alike] = _wish(name, state, shape, self.wishes, self.stages, self.experts)[1]
-            at = _at(name, self.stages, self.experts)
+                self._wishes[alike] = _choose_cuts(name, state, shape, self.wishes, self.stages, self.experts)[1]
+            at = _find_coordinates(name, self.stages, self.experts)
             wish = self._wishes[alike]
         self.sources[wish.source] = None
-        return self._decided(shape, wish, at)
+        return self._place(shape, wish, at)
 
-    def _joint(self, name: str, units: Units) -> Placement:
-        """Where codes or scales of a quantised weight lie: as the weight is cut, in whole blocks, shared where they
-        serve all pieces. The policies that cut unevenly fall back as the default does."""
+    def _place_together(self, name: str, units: Units) -> Placement:
+        """The placement of codes or scales of a quantised weight: as the weight is cut, in whole blocks; not cut where
+        they serve all pieces. The policies that cut unevenly fall back as the default does."""
         lead = units.lead
-        found = self.names[units.lead]
+        parsed = self.names[units.lead]
         by_rule = any(fnmatchcase(lead, rule.match) for rule in self.wishes.rules)
-        alike = (found.alike, found.expert is None, units.whole, self.wishes.cuts.get(lead), lead if by_rule else "")
+        alike = (parsed.alike, parsed.expert is None, units.whole, self.wishes.cuts.get(lead), lead if by_rule else "")
         if alike not in self._wishes or self.wishes.rules:
-            known = lead if by_rule else units.made
-            experts = {known: self.experts[lead]} if lead in self.experts else {}
-            cuts = {known: self.wishes.cuts[lead]} if lead in self.wishes.cuts else {}
-            stages = {known: self.stages[lead]} if lead in self.stages else {}
+            # The table of common names knows the weight's name (`units.made`), a rule that of its codes.
+            wish_name = lead if by_rule else units.made
+            experts = {wish_name: self.experts[lead]} if lead in self.experts else {}
+            cuts = {wish_name: self.wishes.cuts[lead]} if lead in self.wishes.cuts else {}
+            stages = {wish_name: self.stages[lead]} if lead in self.stages else {}
             wishes = replace(self.wishes, cuts=cuts)
-            at, wish = _wish(known, MODEL, units.whole[:3], wishes, stages, experts)
+            at, wish = _choose_cuts(wish_name, MODEL, units.whole[:3], wishes, stages, experts)
             self._wishes[alike] = wish
         else:
-            at = _at(lead, self.stages, self.experts)
+            at = _find_coordinates(lead, self.stages, self.experts)
         wish = self._wishes[alike]
         self.sources[wish.source] = None
+
+        # The codes are placed as a tensor with one element for each block.
         policy = "largest-dim" if self.wishes.policy in ("pad", "dtensor") else self.wishes.policy
         case = (units.whole, wish.cuts, at, "in blocks")
         if case not in self._placements:
             self._placements[case] = place(units.whole, wish.cuts, self.wishes.mesh, at=at, policy=policy)
-        lead_placed = self._placements[case]
+        lead_placement = self._placements[case]
         if name == lead:
-            return lead_placed
-        shard = tuple((dim, names) for dim, names in lead_placed.shard if dim < len(units.mine) and units.mine[dim] > 1)
-        return lead_placed._replace(shard=shard, choices=())
+            return lead_placement
 
-    def _decided(self, shape: Shape, wish: _Wish, at: At) -> Placement:
+        # Scales are cut along the dims in which they have several pieces.
+        shard = tuple(
+            (dim, names) for dim, names in lead_placement.shard if dim < len(units.mine) and units.mine[dim] > 1
+        )
+        return lead_placement._replace(shard=shard, choices=())
+
+    def _place(self, shape: Shape, wish: _Wish, at: At) -> Placement:
+        """The placement that a wish gives a shape, computed once for each distinct case."""
         case = (shape, wish.cuts, wish.spread, at)
-        found = self._placements.get(case)
-        if found is None:
-            found = self._placements[case] = place(
+        placement = self._placements.get(case)
+        if placement is None:
+            placement = self._placements[case] = place(
                 shape, wish.cuts, self.wishes.mesh, at=at, policy=self.wishes.policy, spread=wish.spread
             )
-        return found
+        return placement
 
 
-def _wish(
+def _choose_cuts(
     name: str, state: str, shape: Sequence[int], wishes: Wishes, stages: Mapping[str, int], experts: Mapping[str, int]
 ) -> tuple[At, _Wish]:
     """(fixed coordinates, how it shall be cut) for one tensor."""
@@ -263,33 +288,41 @@ def _wish(
     for rule in wishes.rules:
         if fnmatchcase(name, rule.match) and fnmatchcase(state, rule.state):
             return rule.at, _Wish(rule.shard, "the layout file")
-    at = _at(name, stages, experts)
-    expert = name in experts or _STACKED.search(name) is not None
+
+    at = _find_coordinates(name, stages, experts)
+    is_expert = name in experts or _STACKED.search(name) is not None
     if state == EXTRAS:
         return at, _Wish(source="extras whole")
-    cut: dict[int, list[str]] = {}
-    data: list[str] = []
+
+    cuts_by_dim: dict[int, list[str]] = {}
+    data_dims: list[str] = []
     source = "replicated"
-    if (not expert and mesh["tp"] > 1) or (expert and mesh["tp"] > 1 and mesh["etp"] == 1):
+
+    # Tensor parallelism: experts have ranks of their own for it (etp), or use those of the rest.
+    if mesh["tp"] > 1 and (not is_expert or mesh["etp"] == 1):
         dim, source = _tensor_parallel_dim(name, shape, wishes)
         if dim is not None:
-            cut.setdefault(dim, []).append("tp")
+            cuts_by_dim.setdefault(dim, []).append("tp")
     if _STACKED.search(name) and len(shape) == 3 and mesh["ep"] > 1:
-        cut.setdefault(0, []).insert(0, "ep")
+        cuts_by_dim.setdefault(0, []).insert(0, "ep")
+
+    # ZeRO: the data ranks cut dim 0 further, of weights at level 3, of other states at any level.
     if wishes.zero >= (3 if state in _WEIGHTS else 1) and shape:
-        data = ["dp"] if expert else ["ep", "dp"]
-        cut.setdefault(0, []).extend(dim for dim in data if mesh[dim] > 1)
-        source = source if cut.get(0) is None or source != "replicated" else "data shards along dim 0"
-    cuts = tuple((dim, tuple(names)) for dim, names in sorted(cut.items()) if names)
-    return at, _Wish(cuts, source, tuple(data) if wishes.uneven else ())
+        data_dims = ["dp"] if is_expert else ["ep", "dp"]
+        cuts_by_dim.setdefault(0, []).extend(dim for dim in data_dims if mesh[dim] > 1)
+        source = source if cuts_by_dim.get(0) is None or source != "replicated" else "data shards along dim 0"
+    cuts = tuple((dim, tuple(names)) for dim, names in sorted(cuts_by_dim.items()) if names)
+    return at, _Wish(cuts, source, tuple(data_dims) if wishes.uneven else ())
 
 
-def _at(name: str, stages: Mapping[str, int], experts: Mapping[str, int]) -> At:
-    at = (("pp", stages[name]),) if name in stages else ()
-    return (*at, ("ep", experts[name])) if name in experts else at
+def _find_coordinates(name: str, stages: Mapping[str, int], experts: Mapping[str, int]) -> At:
+    """The pipeline stage and the expert rank that alone hold a tensor, as mesh coordinates."""
+    stage = (("pp", stages[name]),) if name in stages else ()
+    return (*stage, ("ep", experts[name])) if name in experts else stage
 
 
 def _tensor_parallel_dim(name: str, shape: Sequence[int], wishes: Wishes) -> tuple[int | None, str]:
+    """(the dim that tensor parallelism cuts, None for none; the source of that answer, for the report)."""
     if not shape:
         return None, "scalars whole"
     inputs = 0 if wishes.in_out else 1
@@ -305,12 +338,12 @@ def _tensor_parallel_dim(name: str, shape: Sequence[int], wishes: Wishes) -> tup
     return (0, "dim 0") if len(shape) > 1 else (None, "vectors whole")
 
 
-def _split(names: Mapping[str, _Name], wishes: Wishes, sizes: Mapping[str, int]) -> tuple[int, ...]:
+def _split_layers(names: Mapping[str, _Name], wishes: Wishes, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """Layers of each pipeline stage; () without pipeline ranks. sizes: name -> bytes."""
     stages = wishes.mesh["pp"]
     if stages == 1:
         return ()
-    count = _layers(names)
+    count = _count_layers(names)
     if wishes.pp_split:
         split = wishes.pp_split
         if len(split) != stages or sum(split) != count or min(split) < 1:
@@ -321,36 +354,42 @@ def _split(names: Mapping[str, _Name], wishes: Wishes, sizes: Mapping[str, int])
             )
         return split
     if count % stages or not count:
-        return _by_bytes(names, sizes, stages)
+        return _split_by_bytes(names, sizes, stages)
     return (count // stages,) * stages
 
 
-def shown_split(split: Sequence[int]) -> str:
-    """In words of the report, "" for even stages."""
+def describe_split(split: Sequence[int]) -> str:
+    """The split in words of the report, "" for even stages."""
     return f"stages of {','.join(map(str, split))} layers" if len(set(split)) > 1 else ""
 
 
-def _stages(names: Mapping[str, _Name], split: Sequence[int]) -> dict[str, int]:
+def _assign_stages(names: Mapping[str, _Name], split: Sequence[int]) -> dict[str, int]:
     """Name -> pipeline stage; empty without pipeline ranks."""
     if not split:
         return {}
-    stages = len(split)
-    owner = [stage for stage, layers_here in enumerate(split) for _ in range(layers_here)]
-    return {
-        name: owner[found.layer] if found.layer is not None else 0 if _FIRST.search(name) else stages - 1
-        for name, found in names.items()
-    }
+
+    # A tensor without a layer is on the first stage if its name is that of an embedding, else on the last.
+    last_stage = len(split) - 1
+    stage_of_layer = [stage for stage, layer_count in enumerate(split) for _ in range(layer_count)]
+    stages: dict[str, int] = {}
+    for name, parsed in names.items():
+        if parsed.layer is not None:
+            stages[name] = stage_of_layer[parsed.layer]
+        else:
+            stages[name] = 0 if _FIRST.search(name) else last_stage
+    return stages
 
 
 def stages_by_bytes(sizes: Mapping[str, int], stages: int) -> tuple[int, ...]:
     """Layers of each pipeline stage, so that stages have about the same bytes. sizes: parameter -> bytes, its states
     with it. Embeddings count to the first layer, what else has no layer to the last. Raises UsageError E0217 for fewer
     layers than stages."""
-    return _by_bytes({name: _numbered(name) for name in sizes}, sizes, stages)
+    return _split_by_bytes({name: _parse_name(name) for name in sizes}, sizes, stages)
 
 
-def _by_bytes(names: Mapping[str, _Name], sizes: Mapping[str, int], stages: int) -> tuple[int, ...]:
-    count = _layers(names)
+def _split_by_bytes(names: Mapping[str, _Name], sizes: Mapping[str, int], stages: int) -> tuple[int, ...]:
+    """The same of names that are parsed already."""
+    count = _count_layers(names)
     if count < stages:
         near = divisors_near(count, stages) if count else ()
         raise UsageError(
@@ -360,26 +399,31 @@ def _by_bytes(names: Mapping[str, _Name], sizes: Mapping[str, int], stages: int)
             if near
             else "the tensor names show no layers: leave --pp off, or give the layers of each stage with --pp-split",
         )
+
     layers = [0] * count
-    for name, found in names.items():
-        at = found.layer if found.layer is not None else 0 if _FIRST.search(name) else -1
-        layers[at] += sizes[name]
-    return balanced(layers, stages)
+    for name, parsed in names.items():
+        if parsed.layer is not None:
+            layers[parsed.layer] += sizes[name]
+        else:
+            layers[0 if _FIRST.search(name) else -1] += sizes[name]
+    return balance_stages(layers, stages)
 
 
-def _layers(names: Mapping[str, _Name]) -> int:
-    layers = (found.layer for found in names.values() if found.layer is not None)
+def _count_layers(names: Mapping[str, _Name]) -> int:
+    layers = (parsed.layer for parsed in names.values() if parsed.layer is not None)
     return bounded(max(layers, default=-1) + 1, len(names), "layers by the tensors' names")
 
 
-def _experts(names: Mapping[str, _Name], mesh: Mesh) -> dict[str, int]:
+def _assign_experts(names: Mapping[str, _Name], mesh: Mesh) -> dict[str, int]:
     """Name -> expert-parallel rank, for tensors of one expert each; empty without expert ranks."""
     ranks = mesh["ep"]
     if ranks == 1:
         return {}
-    numbers = {name: found.expert for name, found in names.items() if found.expert is not None}
+    numbers = {name: parsed.expert for name, parsed in names.items() if parsed.expert is not None}
     count = bounded(max(numbers.values(), default=-1) + 1, len(names), "experts by the tensors' names")
-    stacked = any(_STACKED.search(alike) for alike in {found.alike for found in names.values() if found.expert is None})
+    stacked = any(
+        _STACKED.search(alike) for alike in {parsed.alike for parsed in names.values() if parsed.expert is None}
+    )
     if not count and stacked:
         return {}
     if not count or count % ranks:
@@ -392,17 +436,21 @@ def _experts(names: Mapping[str, _Name], mesh: Mesh) -> dict[str, int]:
     return {name: number * ranks // count for name, number in numbers.items()}
 
 
-def _fallbacks(tensors: Sequence[WantedTensor], placements: Sequence[Placement], mesh: Mesh) -> list[dict[str, Any]]:
-    """One entry a distinct (requested, used) case: how many tensors, an example, the extra bytes of its replicas."""
+def _list_fallbacks(
+    tensors: Sequence[WantedTensor], placements: Sequence[Placement], mesh: Mesh
+) -> list[dict[str, Any]]:
+    """One entry for each distinct (requested, used) case: how many tensors, an example, the extra bytes of its
+    replicas."""
     sizes = dict(mesh.dims)
     cases: dict[tuple[Any, ...], dict[str, Any]] = {}
-    odd = {
-        number
-        for number, placement in dict(zip(map(id, placements), placements, strict=True)).items()
-        if any(choice.reason != "even" for choice in placement.choices)
+
+    # Many tensors share a placement object: those that took no fallback are told apart once for each object.
+    distinct = dict(zip(map(id, placements), placements, strict=True))
+    with_fallback = {
+        number for number, placement in distinct.items() if any(choice.reason != "even" for choice in placement.choices)
     }
-    for item, placement in zip(tensors, placements, strict=True) if odd else ():
-        for choice in placement.choices if id(placement) in odd else ():
+    for item, placement in zip(tensors, placements, strict=True) if with_fallback else ():
+        for choice in placement.choices if id(placement) in with_fallback else ():
             if choice.reason == "even":
                 continue
             entry = cases.setdefault(
@@ -424,6 +472,7 @@ def _fallbacks(tensors: Sequence[WantedTensor], placements: Sequence[Placement],
 
 
 def _lost_degree(choice: Choice, sizes: Mapping[str, int]) -> int:
+    """How many times a tensor is replicated because `choice` did not use what was requested."""
     degree = 1
     for name in choice.requested:
         if name not in choice.used:
@@ -444,23 +493,10 @@ def rules_from(document: Mapping[str, Any], path: str) -> tuple[dict[str, int], 
             path=path,
             hint="a layout file has [mesh] and [[rule]] tables",
         )
+
     try:
-        degrees = {str(name): _whole(size) for name, size in document.get("mesh", {}).items()}
-        rules = tuple(
-            PlacingRule(
-                _glob(entry["match"]),
-                _glob(entry.get("state", "*")),
-                tuple(
-                    (
-                        _whole(int(dim) if numeral(dim) else dim),
-                        (names,) if isinstance(names, str) else tuple(map(str, names)),
-                    )
-                    for dim, names in sorted(entry.get("shard", {}).items())
-                ),
-                tuple((str(name), _whole(index)) for name, index in entry.get("at", {}).items()),
-            )
-            for entry in document.get("rule", [])
-        )
+        degrees = {str(name): _read_number(size) for name, size in document.get("mesh", {}).items()}
+        rules = tuple(map(_read_rule, document.get("rule", [])))
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         what = e if isinstance(e, ValueError) else f"{type(e).__name__} {e}"
         raise UsageError(
@@ -472,14 +508,27 @@ def rules_from(document: Mapping[str, Any], path: str) -> tuple[dict[str, int], 
     return degrees, rules
 
 
-def _glob(value: object) -> str:
+def _read_rule(entry: Mapping[str, Any]) -> PlacingRule:
+    """One [[rule]] entry. Raises KeyError, TypeError, ValueError or AttributeError for one that is malformed."""
+    match = _read_pattern(entry["match"])
+    state = _read_pattern(entry.get("state", "*"))
+    shard: list[tuple[int, tuple[str, ...]]] = []
+    for dim, names in sorted(entry.get("shard", {}).items()):
+        # TOML's keys are texts.
+        number = _read_number(int(dim) if numeral(dim) else dim)
+        shard.append((number, (names,) if isinstance(names, str) else tuple(map(str, names))))
+    at = tuple((str(name), _read_number(index)) for name, index in entry.get("at", {}).items())
+    return PlacingRule(match, state, tuple(shard), at)
+
+
+def _read_pattern(value: object) -> str:
     """A pattern of a layout file: of a length that takes no time to compile."""
     if isinstance(value, str) and len(value) <= _GLOB:
         return value
     raise ValueError(f"expected a pattern of at most {_GLOB} characters, got {str(value)[:80]!r}")
 
 
-def _whole(value: object) -> int:
+def _read_number(value: object) -> int:
     """A number of a layout file. Raises ValueError for what is none, or has more digits than can be shown."""
     if type(value) is int and abs(value) < 10**DIGITS:
         return value

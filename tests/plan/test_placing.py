@@ -13,7 +13,7 @@ from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.target import WantedTensor
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import UsageError
-from ckpt_tool.plan.balance import balanced
+from ckpt_tool.plan.balance import balance_stages
 from ckpt_tool.plan.placing import Wishes, lay_out, rules_from
 
 
@@ -90,7 +90,7 @@ def test_stages_are_balanced_as_well_as_can_be(sizes, data):
 
     inner = combinations(range(1, len(sizes)), stages - 1)
     splits = [tuple(b - a for a, b in pairwise((0, *cuts, len(sizes)))) for cuts in inner]
-    assert balanced(sizes, stages) == min(splits, key=judged)
+    assert balance_stages(sizes, stages) == min(splits, key=judged)
 
 
 def test_data_ranks_cut_unevenly_and_tensor_ranks_do_not():

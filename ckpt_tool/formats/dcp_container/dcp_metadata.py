@@ -465,7 +465,7 @@ class _DcpMetadataReading:
 def _places(rows: Rows) -> PieceLocations:
     from ckpt_tool.formats.dcp_container.dcp_columns import PieceLocations
 
-    return PieceLocations(rows.number)
+    return PieceLocations(rows.intern_text)
 
 
 def _size(value: Any, fqn: str) -> tuple[int, ...]:

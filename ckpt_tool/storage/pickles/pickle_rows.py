@@ -3,17 +3,17 @@
     rows = rows_of(size, KINDS)                  # None: a small pickle, or no compiler; then everything is an object
     machine = Machine(data, origin=0, rows=rows)
 
-The one idea: the machine executes a row as it does everything; then the compiled reader takes all rows behind it that
-have the same opcodes, and they stand on the stack as one `RowRun`. What a row consists of is read off the objects that
-the
-machine has just made, so the reader knows no more than the machine said. A Run is worth its rows only where lists and
-dicts are filled from the stack: whatever else could meet one (a memo entry, DUP, POP) raises Irregular, as does what is
-fetched from the memo out of a row and is no text. Then, and after any error, the caller reads the pickle anew without:
-so an error is always that of reading by objects. `Rows.taken` says how many rows there are, for the caller to find them
-all again.
+The machine executes one row as it does everything; then the compiled reader takes all following rows that have the same
+opcodes, and they are on the stack as one `RowRun`. What a row consists of is read off the objects that the machine has
+just made, so the reader needs no knowledge of its own about the classes.
 
-Cost: 0.1 us a row, 25 us a run. What it does not do: rows with texts beyond ASCII, sizes of more than 8 dims or numbers
-beyond 2^63, which the machine executes one by one.
+A RowRun can stand for its rows only where lists and dicts are filled from the stack. Anything else that could meet one
+(a memo entry, DUP, POP) raises Irregular, and so does fetching an entry of the memo that a row made, unless it is a
+text. After Irregular, or any error, the caller reads the pickle again without rows: so an error is always that of
+reading by objects. `Rows.taken` says how many rows there are, for the caller to check that it found them all.
+
+Cost: 0.1 us a row, 25 us a run. Rows with texts beyond ASCII, sizes of more than 8 dims or numbers beyond 2^63 are left
+to the machine, which executes them one by one.
 """
 
 from __future__ import annotations
@@ -33,18 +33,20 @@ if TYPE_CHECKING:
     from ckpt_tool.storage.pickles.pickle_machine import Machine
 
 LEAST = 1 << 20  # bytes of a pickle: below, the machine is done before a library is loaded
-# rows: a run of fewer is a poor one; how many are at most left to the machine after it
-_FEW = 4
-_MOST = 64
-_DUP, _POPS = ord("2"), (ord("0"), ord("1"))
+_FEW = 4  # rows: a run of fewer does not pay
+_MOST = 64  # rows that are left to the machine, at most, after runs that did not pay
+_DUP = ord("2")
+_POPS = (ord("0"), ord("1"))
 
-# Class -> its fields, each with what it holds ("text", "int", "size", "skip") and what a column of it is called.
+# Field -> (what it holds: "text", "int", "size" or "skip"; the name of its column).
 Fields = Mapping[str, tuple[str, str]]
 Kind = Sequence[tuple[frozenset[str], Fields]]  # the objects of a row: names of their classes, their fields
+Program = Sequence[tuple["RowStep", int]]  # the opcodes of a row, as the compiled reader follows them
+Columns = Mapping[str, tuple[str, int, int]]  # see `RowRun.columns`
 
 
 def rows_of(nbytes: int, kinds: Iterable[Kind]) -> Rows | None:
-    """What takes the rows of a pickle of `nbytes`, None where that does not pay or can't be had."""
+    """A reader of the rows of a pickle of `nbytes`, None where that does not pay or there is no compiled library."""
     if not compiled.worth_a_look(nbytes, LEAST):
         return None
     from ckpt_tool.compiled.rows import ready
@@ -54,7 +56,10 @@ def rows_of(nbytes: int, kinds: Iterable[Kind]) -> Rows | None:
 
 
 class Rows:
-    """The rows of one pickle. watched: classes behind whose objects `take` is to be called; taken: rows so far."""
+    """The rows of one pickle.
+
+    watched: classes after whose objects `take` is to be called. taken: the number of rows so far.
+    """
 
     def __init__(self, reader: RowReader, kinds: Iterable[Kind]) -> None:
         from ckpt_tool.compiled.rows import SYMBOL, RowStep
@@ -64,17 +69,18 @@ class Rows:
         self.handlers = _HANDLERS
         self._reader = reader
         self._symbol = SYMBOL
-        self._kinds = {name: kind for kind in kinds for name in kind[-1][0]}
+        self._kinds = {name: kind for kind in kinds for name in kind[-1][0]}  # by the class of a row's last object
         self.watched = frozenset((*BACK_REFERENCES, *self._kinds))
         self._steps = {"text": RowStep.TEXT, "int": RowStep.INT, "size": RowStep.SIZE, "skip": RowStep.SKIP}
-        self._programs: dict[
-            tuple[object, ...], tuple[Sequence[tuple[RowStep, int]], Mapping[str, tuple[str, int, int]]]
-        ] = {}
+        self._programs: dict[tuple[object, ...], tuple[Program, Columns]] = {}  # by the classes and fields of a row
         self._texts: dict[int, str] = {}
-        self._wait = self._left = 0
+
+        # After a run that did not pay, `_wait` rows are left to the machine, `_left` of them are still to come.
+        self._wait = 0
+        self._left = 0
 
     def take(self, machine: Machine) -> int:
-        """Called behind a BUILD: put the rows that follow like the last one onto the stack, as one Run for each of
+        """Called after a BUILD: put the rows that follow like the last one onto the stack, as one RowRun for each of
         their objects. Returns how many opcodes that were."""
         stack = machine.stack
         kind = self._kinds.get(stack[-1].name)
@@ -83,17 +89,21 @@ class Rows:
         if self._left:
             self._left -= 1
             return 0
-        found = self._program(kind, stack[-len(kind) :])
-        if found is None:
+
+        program_and_columns = self._make_program(kind, stack[-len(kind) :])
+        if program_and_columns is None:
             return 0
-        program, columns = found
+        program, columns = program_and_columns
+
         end = machine.end - machine.origin
-        left = machine.opcodes - machine.count - 1
-        taken = self._reader.take(machine.data, machine.pos, end, len(self.memo), left, program)
+        opcodes_left = machine.opcodes - machine.count - 1
+        taken = self._reader.take(machine.data, machine.pos, end, len(self.memo), opcodes_left, program)
         self._wait = 0 if taken.rows >= _FEW else min(2 * self._wait + 1, _MOST)
         self._left = self._wait
         if not taken.rows:
             return 0
+
+        # The machine goes on after the rows, with a memo and a stack as if it had executed them.
         machine.pos = taken.at
         self.memo.skip(taken.memo)
         self.taken += taken.rows
@@ -103,46 +113,46 @@ class Rows:
         stack += [run] * len(kind)
         return taken.opcodes
 
-    def number(self, text: str) -> int:
-        """The id that stands for a text in the columns. Raises Irregular for what is none, or where there is no
-        room."""
-        found = self._reader.intern(text.encode("utf-8", "surrogatepass")) if type(text) is str else -1
-        if found < 0:
+    def intern_text(self, text: str) -> int:
+        """The id of a text in the columns. Raises Irregular for what is no text, or where the reader's table is
+        full."""
+        number = self._reader.intern(text.encode("utf-8", "surrogatepass")) if type(text) is str else -1
+        if number < 0:
             raise Irregular
-        self._texts[found] = text
-        return found
+        self._texts[number] = text
+        return number
 
-    def _program(
-        self, kind: Kind, row: Sequence[Any]
-    ) -> tuple[Sequence[tuple[RowStep, int]], Mapping[str, tuple[str, int, int]]] | None:
+    def _make_program(self, kind: Kind, row: Sequence[Any]) -> tuple[Program, Columns] | None:
         """What rows like this one consist of, and `RowRun.columns` of them; None where it is not of the kind."""
         key: tuple[object, ...] = ()
-        for made, (names, fields) in zip(row, kind, strict=True):
-            if type(made) is not PickledRecord or made.name not in names or made.args or not made.state:
+        for record, (names, fields) in zip(row, kind, strict=True):
+            if type(record) is not PickledRecord or record.name not in names or record.args or not record.state:
                 return None
-            if not made.state.keys() <= fields.keys():
+            if not record.state.keys() <= fields.keys():
                 return None
-            key += (made.name, *made.state)
+            key += (record.name, *record.state)
+
         if key not in self._programs:
             from ckpt_tool.compiled.rows import RowStep
 
+            # An object is its class, then a dict of its fields in the order in which this row has them.
             intern = self._reader.intern
-            program = list[tuple[RowStep, int]]()
-            columns = list[tuple[str, str]]()
+            program: list[tuple[RowStep, int]] = []
+            columns: list[tuple[str, str]] = []
             size = intern(self._symbol + b"torch.Size")
-            for made, (_, fields) in zip(row, kind, strict=True):
-                program += [(RowStep.NAME, intern(self._symbol + made.name.encode())), (RowStep.OPEN, 0)]
-                for field in made.state:
+            for record, (_, fields) in zip(row, kind, strict=True):
+                program += [(RowStep.NAME, intern(self._symbol + record.name.encode())), (RowStep.OPEN, 0)]
+                for field in record.state:
                     step = self._steps[fields[field][0]]
                     program += [(RowStep.NAME, intern(field.encode())), (step, size if step is RowStep.SIZE else 0)]
                     columns.append(fields[field])
                 program.append((RowStep.CLOSE, 0))
-            self._programs[key] = program, _placed(columns)
+            self._programs[key] = program, _index_columns(columns)
         return self._programs[key]
 
 
-def _placed(columns: Sequence[tuple[str, str]]) -> dict[str, tuple[str, int, int]]:
-    """`RowRun.columns` of columns of which each is (kind, name)."""
+def _index_columns(columns: Sequence[tuple[str, str]]) -> Columns:
+    """`RowRun.columns` of columns, each given as (kind, name)."""
     kinds = [kind for kind, _ in columns]
     return {
         name: (kind, kinds[:place].count(kind), kinds.count(kind))
@@ -152,7 +162,7 @@ def _placed(columns: Sequence[tuple[str, str]]) -> dict[str, tuple[str, int, int
 
 
 class Memo:
-    """The machine's memo: objects, and between them the entries that rows made, of which the texts alone are known."""
+    """The machine's memo: objects, and between them the entries that rows made, of which only texts are known."""
 
     def __init__(self, reader: RowReader) -> None:
         from ckpt_tool.compiled.rows import SYMBOL
@@ -160,10 +170,11 @@ class Memo:
         self._reader = reader
         self._symbol = SYMBOL
         self._tail: list[Any] = []
-        # of objects
+
+        # The objects, in parts: each begins at the entry of the same place in `_starts`.
         self._starts = [0]
         self._parts = [self._tail]
-        self._at = 0  # index of the tail's first
+        self._at = 0  # index of the tail's first entry
 
     def __len__(self) -> int:
         return self._at + len(self._tail)
@@ -190,7 +201,7 @@ class Memo:
         return self
 
     def skip(self, length: int) -> None:
-        """Rows made entries up to this length."""
+        """Rows made entries up to this length of the memo."""
         if length > len(self):
             self._tail = []
             self._at = length
