@@ -24,7 +24,7 @@ from ckpt_tool.merging.options import LORA, UNION, MergeOptions
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.moves import Stored
-from ckpt_tool.quantised.kept_whole import with_their_parts
+from ckpt_tool.quantised.kept_whole import keep_parts_together
 from ckpt_tool.sources.chosen import Chosen, Conversion
 from ckpt_tool.sources.opening import Opened, open_source
 from ckpt_tool.sources.select import split_keys
@@ -190,7 +190,7 @@ def _union(opened: list[Opened], job: Conversion, on_conflict: str) -> Chosen:
     _refuse_mixed_experts(parts, opened, found)
     kept, removed = split_keys(found, remove=writing.remove_keys, keep=writing.keep_keys, model_only=writing.model_only)
     tensors = {key: row.tensor for key, row in found.items()}
-    kept, removed = with_their_parts(tensors, kept, removed, writing, opened[0], job.reading)
+    kept, removed = keep_parts_together(tensors, kept, removed, writing, opened[0], job.reading)
     gone: tuple[LogicalTensor, ...] = tuple(found[key].tensor for key in removed)
     return Chosen(
         tuple(opened),

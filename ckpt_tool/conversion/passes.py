@@ -91,7 +91,7 @@ SELECTION = (
         "floats",
         "--dequantize: quantised weights and states as the floats that they represent",
         asked.has_codes,
-        "quantised.dequantize:dequantized",
+        "quantised.dequantize:dequantize",
     ),
 )
 # Under which names
@@ -137,7 +137,7 @@ FITTING = (
         "repacked",
         "--repack: weights of GPTQ and AWQ as compressed-tensors stores them",
         asked.repacks,
-        "quantised.repack:repacked",
+        "quantised.repack:repack",
     ),
     Pass(
         "codes",
@@ -155,7 +155,7 @@ FITTING = (
         "stated",
         "what headers state of torchao's tensors stays with them",
         asked.may_hold_torchao,
-        "quantised.subclasses:with_stated",
+        "quantised.subclasses:carry_headers",
     ),
     Pass(
         "held",
@@ -174,7 +174,7 @@ FITTING = (
         "quantised",
         "--quantize: weights as codes and scales",
         asked.quantizes,
-        "quantised.quantize:quantized",
+        "quantised.quantize:quantize",
     ),
     *_of_systems("last"),
 )

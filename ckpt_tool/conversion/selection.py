@@ -88,9 +88,9 @@ def wanted_tensors(chosen: Chosen, job: Conversion) -> Chosen:
     if unread:
         kept, removed = ([key for key in part if key in catalog.tensors] for part in (kept, removed))
     if removed:
-        from ckpt_tool.quantised.kept_whole import with_their_parts
+        from ckpt_tool.quantised.kept_whole import keep_parts_together
 
-        kept, removed = with_their_parts(catalog, kept, removed, writing, chosen.sources[0], job.reading)
+        kept, removed = keep_parts_together(catalog, kept, removed, writing, chosen.sources[0], job.reading)
     goes = {state for state in present if not requested(state) or unwanted(state)}
     dropped = left_behind((catalog.tensors[key] for key in kept if key.state in goes), AS_REQUESTED, named=False)
     dropped += _unread_left(catalog.unread)

@@ -38,7 +38,7 @@ from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.moves import Stored, count_copies
 from ckpt_tool.plan.plan import Plan, SourceFile
 from ckpt_tool.plan.schedule import build_moves
-from ckpt_tool.quantised.kept_whole import with_their_parts
+from ckpt_tool.quantised.kept_whole import keep_parts_together
 from ckpt_tool.run.computed import ComputedTree, Input
 from ckpt_tool.sources.chosen import Chosen, Conversion, memory_of_computed, with_computed
 from ckpt_tool.sources.opening import Opened, open_source
@@ -148,7 +148,7 @@ def _without_removed(chosen: Chosen, opened: Opened, reading: Reading, writing: 
     the deltas have them; scales share the lot of their weight."""
     tensors = {row.tensor.key: row.tensor for row in chosen.stored}
     kept, removed = split_keys(tensors, remove=writing.remove_keys, keep=writing.keep_keys)
-    kept, removed = with_their_parts(tensors, kept, removed, writing, opened, reading)
+    kept, removed = keep_parts_together(tensors, kept, removed, writing, opened, reading)
     gone = set(removed)
     return replace(
         chosen,

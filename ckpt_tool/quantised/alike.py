@@ -38,9 +38,11 @@ class Alike:
         self._classes: dict[bytes, int] = {}  # module -> its class
         steps: dict[Step, int] = {}
         classes = self._classes
-        below = any(b".absmax" in b" ".join(names()) for _, names, _ in self._blocks)  # in one look, for most have none
-        below = below and any(name.endswith(b".absmax") for names, _ in self._columns() for name in names)
-        self._parted = _above_weight if below else bytes.rpartition
+        has_absmax = any(
+            b".absmax" in b" ".join(names()) for _, names, _ in self._blocks
+        )  # in one look, for most have none
+        has_absmax = has_absmax and any(name.endswith(b".absmax") for names, _ in self._columns() for name in names)
+        self._parted = _above_weight if has_absmax else bytes.rpartition
         for names, numbers in self._columns():
             for (module, dot, ending), number in zip(map(self._parted, names, repeat(b".")), numbers, strict=True):
                 classes[module] = steps.setdefault((classes.get(module, 0), dot, ending, number), len(steps) + 1)
@@ -70,23 +72,23 @@ class Alike:
         kinds = self.kinds()
         modules = list(self._classes)
         modules.reverse()
-        found = dict(zip(map(self._classes.__getitem__, modules), modules, strict=True))
+        first_modules = dict(zip(map(self._classes.__getitem__, modules), modules, strict=True))
         return {
             _text(module + dot + ending): kinds[kind]
-            for number, module in reversed(found.items())
+            for number, module in reversed(first_modules.items())
             for dot, ending, kind in self._tensors(number)
         }
 
     def like(self, names: Iterable[str]) -> dict[str, TensorKind]:
         """All tensors of the modules that are like those of `names`, in the order of the blocks."""
-        wanted = {self._place(name)[0] for name in names}
+        classes_wanted = {self._place(name)[0] for name in names}
         kinds = self.kinds()
         classes = self._classes
         return {
             _text(name): kinds[number]
             for column, numbers in self._columns()
             for name, number in zip(column, numbers, strict=True)
-            if classes[self._parted(name, b".")[0]] in wanted
+            if classes[self._parted(name, b".")[0]] in classes_wanted
         }
 
     def count(self, name: str) -> int:
@@ -101,11 +103,11 @@ class Alike:
 
     def _tensors(self, number: int) -> list[tuple[bytes, bytes, int]]:
         """(dot, ending, kind) of the tensors in a module of class `number`, as they came."""
-        found: list[tuple[bytes, bytes, int]] = []
+        tensors: list[tuple[bytes, bytes, int]] = []
         while number:
             number, dot, ending, kind = self._steps[number - 1]
-            found.append((dot, ending, kind))
-        return found[::-1]
+            tensors.append((dot, ending, kind))
+        return tensors[::-1]
 
 
 def _above_weight(name: bytes, dot: bytes) -> tuple[bytes, bytes, bytes]:

@@ -28,7 +28,7 @@ from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.installation import install_command
 from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.errors import UsageError
-from ckpt_tool.quantised.codes import Array, Floats, not_finite, widened
+from ckpt_tool.quantised.codes import Array, Floats, not_finite, widen_to_f32
 from ckpt_tool.run.computed import ExactRecipe, Lend, Read, Recipe
 from ckpt_tool.weight_schemes.ggml_types import NO_FLOATS, GgufType, is_big, kind_of
 
@@ -67,20 +67,20 @@ class FloatsOfBlocks(Recipe):
 
     def compute_rounded(self, read: Read, lend: Lend, start: int, stop: int, out: tuple[Array, str]) -> bool:
         dtype = self.inputs[0].tensor.dtype
-        made = out[0]
+        target = out[0]
         kind = kind_of(dtype)
         library = ready(4 * (stop - start)) if kind.name in FLOATS and out[1] in KINDS else None
         if library is None:
             return False
         low = start // kind.elements
         high = ceil_div(stop, kind.elements)
-        whole = (high - low) * kind.elements == stop - start
-        room = made if whole else np.empty((high - low) * kind.elements, made.dtype)
+        is_aligned = (high - low) * kind.elements == stop - start
+        buffer = target if is_aligned else np.empty((high - low) * kind.elements, target.dtype)
         items = lend(0, low, high)[0].reshape(high - low, kind.nbytes)
-        if not library.floats(_turned(kind, items) if is_big(dtype) else items, kind.name, room, out[1]):
+        if not library.floats(_swap_endianness(kind, items) if is_big(dtype) else items, kind.name, buffer, out[1]):
             return False
-        if not whole:
-            made[...] = room[start - low * kind.elements :][: stop - start]
+        if not is_aligned:
+            target[...] = buffer[start - low * kind.elements :][: stop - start]
         return True
 
     def _make(self, read: Read, start: int, out: Floats) -> None:
@@ -97,7 +97,9 @@ class FloatsOfBlocks(Recipe):
             items = read(0, first, last).view(np.uint8).reshape(last - first, kind.nbytes)
             begin = max(-at, 0)
             end = min((last - first) * kind.elements, stop - start - at)
-            _floats(kind, _turned(kind, items) if is_big(dtype) else items, begin, out[at + begin : at + end])
+            _decode_items(
+                kind, _swap_endianness(kind, items) if is_big(dtype) else items, begin, out[at + begin : at + end]
+            )
 
     @property
     def memory(self) -> int:
@@ -122,9 +124,9 @@ class BlocksOfFloats(ExactRecipe):
         kind = kind_of(self.as_dtype)
         low = offset // kind.nbytes
         high = ceil_div(offset + nbytes, kind.nbytes)
-        found = np.empty((high - low) * kind.nbytes, np.uint8).data
-        self.fill(read, low * kind.nbytes, found)
-        return found[offset - low * kind.nbytes :][:nbytes]
+        blocks = np.empty((high - low) * kind.nbytes, np.uint8).data
+        self.fill(read, low * kind.nbytes, blocks)
+        return blocks[offset - low * kind.nbytes :][:nbytes]
 
     def fill(self, read: Read, offset: int, out: memoryview) -> None:
         kind = kind_of(self.as_dtype)
@@ -132,12 +134,12 @@ class BlocksOfFloats(ExactRecipe):
             super().fill(read, offset, out)
             return
         low = offset // kind.nbytes
-        found = np.frombuffer(out, np.uint8).reshape(-1, kind.nbytes)
+        blocks = np.frombuffer(out, np.uint8).reshape(-1, kind.nbytes)
         step = max(_TILE // kind.elements, 1)
-        for at in range(0, len(found), step):
-            some = found[at : at + step]
-            values = read(0, (low + at) * kind.elements, (low + at + len(some)) * kind.elements)
-            self._make(kind, values, low + at, some)
+        for at in range(0, len(blocks), step):
+            tile = blocks[at : at + step]
+            values = read(0, (low + at) * kind.elements, (low + at + len(tile)) * kind.elements)
+            self._make(kind, values, low + at, tile)
 
     def _make(self, kind: GgufType, line: Array, block: int, out: Bytes) -> None:
         """out: (blocks, bytes of one), from number `block` on. What compiled code leaves to the library goes there with
@@ -150,20 +152,20 @@ class BlocksOfFloats(ExactRecipe):
                 return
             step = _FEW
         for first in range(0, len(out), step):
-            some = out[first : first + step]
+            tile = out[first : first + step]
             part = line[first * kind.elements : (first + step) * kind.elements]
-            if library is None or not library.blocks((part, dtype.name), kind.name, some):
-                floats = widened(part, dtype)
+            if library is None or not library.blocks((part, dtype.name), kind.name, tile):
+                floats = widen_to_f32(part, dtype)
                 finite = np.isfinite(floats)
                 if not finite.all():
                     at = (block + first) * kind.elements + int(np.argmin(finite))
                     tensor = self.inputs[0].tensor
                     index = [int(i) for i in np.unravel_index(at, tensor.shape)]
                     raise not_finite(str(tensor.key), index, "--gguf-type bf16 keeps it")
-                some[...] = _blocks(kind, floats).reshape(some.shape)
+                tile[...] = _encode_by_library(kind, floats).reshape(tile.shape)
 
 
-def _floats(kind: GgufType, items: Bytes, skip: int, out: Floats) -> None:
+def _decode_items(kind: GgufType, items: Bytes, skip: int, out: Floats) -> None:
     """out: the floats of items behind the first `skip`. items: (blocks, bytes of one), little-endian. The library takes
     sixteen rows at a time: one row is quickest."""
     if kind.elements == 1:
@@ -174,44 +176,44 @@ def _floats(kind: GgufType, items: Bytes, skip: int, out: Floats) -> None:
             out[...] = items.view(f"<{letter}{kind.nbytes}").reshape(-1)
         return
     compiled = ready(4 * len(items) * kind.elements) if kind.name in FLOATS else None
-    whole = len(out) == len(items) * kind.elements
-    found = out if whole else np.empty(len(items) * kind.elements, np.float32)
-    if compiled is None or not compiled.floats(items, kind.name, found, "F32"):
-        found = _of_few_bits(kind.name, items) if kind.name in _FEW_BITS else _by_library(kind, items)
-    if found is not out:
-        out[...] = found[skip : skip + len(out)]
+    is_aligned = len(out) == len(items) * kind.elements
+    values = out if is_aligned else np.empty(len(items) * kind.elements, np.float32)
+    if compiled is None or not compiled.floats(items, kind.name, values, "F32"):
+        values = _decode_few_bits(kind.name, items) if kind.name in _FEW_BITS else _decode_by_library(kind, items)
+    if values is not out:
+        out[...] = values[skip : skip + len(out)]
 
 
-def _by_library(kind: GgufType, items: Bytes) -> Floats:
+def _decode_by_library(kind: GgufType, items: Bytes) -> Floats:
     quants = library()
     with np.errstate(all="ignore"):
-        found: Floats = quants.dequantize(np.ascontiguousarray(items).reshape(1, -1), _number(kind))
-    return found.reshape(-1)
+        values: Floats = quants.dequantize(np.ascontiguousarray(items).reshape(1, -1), _find_library_type(kind))
+    return values.reshape(-1)
 
 
-def _of_few_bits(name: str, items: Bytes) -> Floats:
+def _decode_few_bits(name: str, items: Bytes) -> Floats:
     bits, numbers = _FEW_BITS[name]
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     codes = (items[:, 2:, None] >> shifts & ((1 << bits) - 1)).reshape(len(items), -1)
-    found: Floats = np.array(numbers, np.float32)[codes] * items[:, :2].view("<f2").astype(np.float32)
-    return found.reshape(-1)
+    values: Floats = np.array(numbers, np.float32)[codes] * items[:, :2].view("<f2").astype(np.float32)
+    return values.reshape(-1)
 
 
-def _blocks(kind: GgufType, values: Floats) -> Bytes:
+def _encode_by_library(kind: GgufType, values: Floats) -> Bytes:
     quants = library()
     with np.errstate(all="ignore"):
-        found: Bytes = quants.quantize(values.reshape(1, -1), _number(kind))
-    return found.reshape(-1)
+        blocks: Bytes = quants.quantize(values.reshape(1, -1), _find_library_type(kind))
+    return blocks.reshape(-1)
 
 
-def _turned(kind: GgufType, items: Bytes) -> Bytes:
+def _swap_endianness(kind: GgufType, items: Bytes) -> Bytes:
     """Items of a big-endian file as a little-endian one has them."""
     if kind.elements == 1:
         return np.ascontiguousarray(items[:, ::-1])
-    turned = items.copy()
+    swapped = items.copy()
     for at in _HALVES[kind.name]:
-        turned[:, at : at + 2] = items[:, at : at + 2][:, ::-1]
-    return turned
+        swapped[:, at : at + 2] = items[:, at : at + 2][:, ::-1]
+    return swapped
 
 
 def library() -> Any:
@@ -227,13 +229,13 @@ def library() -> Any:
     return gguf.quants
 
 
-def _number(kind: GgufType) -> Any:
+def _find_library_type(kind: GgufType) -> Any:
     import gguf
 
     return gguf.GGMLQuantizationType(kind.number)
 
 
-def known(dtype: DType) -> bool:
+def has_floats(dtype: DType) -> bool:
     """Are there floats for its items?"""
     kind = kind_of(dtype)
     return kind.name not in NO_FLOATS and (not is_big(dtype) or kind.elements == 1 or kind.name in _HALVES)

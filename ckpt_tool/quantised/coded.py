@@ -22,7 +22,7 @@ from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, UsageError
 from ckpt_tool.formats.state_dict.coded import part_of, shape_of_codes
-from ckpt_tool.quantised.codes import Floats, as_floats, of_bytes
+from ckpt_tool.quantised.codes import Floats, as_floats, list_byte_values
 from ckpt_tool.quantised.floats import LACKING, SCALES, States
 from ckpt_tool.run.compute import looked_up
 from ckpt_tool.run.computed import Input, Read, Recipe
@@ -41,7 +41,7 @@ class Coded(Recipe):
 
     def values(self, read: Read, start: int, stop: int) -> Floats:
         first = start * self.bits // 8
-        last = -(-stop * self.bits // 8)
+        last = ceil_div(stop * self.bits, 8)
         codes = read(0, first, last).view(np.uint8)
         if self.bits == 4:
             codes = np.stack([codes >> 4, codes & 15], axis=1).reshape(-1)[start - 2 * first :][: stop - start]
@@ -49,7 +49,7 @@ class Coded(Recipe):
             table = np.zeros(256, np.float32)
             table[: 1 << self.bits] = read(2, 0, 1 << self.bits)
         else:
-            table = of_bytes(self.inputs[0].tensor.dtype)
+            table = list_byte_values(self.inputs[0].tensor.dtype)
         low = start // self.block
         high = ceil_div(stop, self.block)
         scale = self.inputs[1].tensor
@@ -63,16 +63,16 @@ def coded_states(tensors: Iterable[LogicalTensor], source: Tree) -> States:
 
     Raises Incomplete E1363 for codes without their scales, InconsistentCheckpoint E1362 for parts that do not fit.
     """
-    found: dict[TensorKey, dict[str, LogicalTensor]] = {}
+    states: dict[TensorKey, dict[str, LogicalTensor]] = {}
     for tensor in tensors:
         part = part_of(tensor.key.state)
         if part is not None:
-            found.setdefault(TensorKey(tensor.key.name, part[0]), {})[part[1]] = tensor
-    recipes = tuple(_recipe(key, parts, source) for key, parts in found.items())
-    used = frozenset(tensor.key for parts in found.values() for tensor in parts.values())
-    paths = {key: parts[CODES].path for key, parts in found.items()}
-    hung = {key: (*path[:-1], str(path[-1]).removesuffix(f"@{CODES}")) for key, path in paths.items() if path}
-    return States(recipes, used, hung)
+            states.setdefault(TensorKey(tensor.key.name, part[0]), {})[part[1]] = tensor
+    recipes = tuple(_recipe(key, parts, source) for key, parts in states.items())
+    used = frozenset(tensor.key for parts in states.values() for tensor in parts.values())
+    paths = {key: parts[CODES].path for key, parts in states.items()}
+    source_paths = {key: (*path[:-1], str(path[-1]).removesuffix(f"@{CODES}")) for key, path in paths.items() if path}
+    return States(recipes, used, source_paths)
 
 
 def _recipe(key: TensorKey, parts: dict[str, LogicalTensor], source: Tree) -> Coded:

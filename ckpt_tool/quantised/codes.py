@@ -2,7 +2,7 @@
 
 Codes: bytes as the floats that they stand for, before any scale. Everything here is a table look-up or a shift.
 
-    of_bytes(DTYPES["F8_E4M3"])[0x38]  == 1.0             # 256 floats
+    list_byte_values(DTYPES["F8_E4M3"])[0x38]  == 1.0     # 256 floats
     two_a_byte(FP4)[0x42].view("f4")   == [1.0, 2.0]      # 256 pairs, the low half of the byte first
 
 FP4 is E2M1: sign, two bits of exponent, one of mantissa. E8M0 is 2^(byte - 127), byte 255 is NaN (OCP Microscaling
@@ -13,9 +13,8 @@ codes that are neither 4 nor 8 bits wide cost 20 ns each.
 Scales: which of them each element of a rectangle takes, and the rectangles that a range of a line is.
 
 A weight of experts (2, 300, 256) with scales (2, 3, 2) over blocks of 128 x 128 is 600 rows of 256: rows 0..127 take
-row 0 of the scales, 256..299 row 2, 300..427 row 3: blocks start anew with every matrix.
+row 0 of the scales, 256..299 row 2, 300..427 row 3: blocks start again with every matrix.
 
-    rectangles(10, 600, columns=256)  ->  (0, 1, 10, 256), (1, 2, 0, 256), (2, 3, 0, 88)    # rows, columns
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ INT4 = tuple(range(-8, 8))
 
 
 @cache
-def of_bytes(dtype: DType) -> Floats:
+def list_byte_values(dtype: DType) -> Floats:
     """The 256 floats of a one-byte dtype; of U8 those of F8_E8M0."""
-    every = np.arange(256, dtype=np.uint8)
+    all_bytes = np.arange(256, dtype=np.uint8)
     if dtype.name in ("U8", "F8_E8M0"):
-        bits = every.astype(np.uint32) << 23
+        bits = all_bytes.astype(np.uint32) << 23
         bits[0], bits[255] = 1 << 22, 0x7FC00000  # 2^-127 is below the normal floats; NaN
         return bits.view(np.float32)
-    return every.view(numpy_type(dtype)).astype(np.float32)
+    return all_bytes.view(numpy_type(dtype)).astype(np.float32)
 
 
 def two_a_byte(values: tuple[float, ...]) -> np.ndarray[Any, np.dtype[np.uint64]]:
@@ -61,8 +60,12 @@ def two_a_byte(values: tuple[float, ...]) -> np.ndarray[Any, np.dtype[np.uint64]
 def _pairs(values: bytes) -> np.ndarray[Any, np.dtype[np.uint64]]:
     """The same by the bits of the values: tuples that differ in the sign of a zero are equal."""
     half = np.frombuffer(values, np.float32)
-    every = np.arange(256)
-    return np.ascontiguousarray(np.stack([half[every & 15], half[every >> 4]], axis=1)).view(np.uint64).reshape(256)
+    all_bytes = np.arange(256)
+    return (
+        np.ascontiguousarray(np.stack([half[all_bytes & 15], half[all_bytes >> 4]], axis=1))
+        .view(np.uint64)
+        .reshape(256)
+    )
 
 
 def halves(values: tuple[float, ...], line: np.ndarray[Any, np.dtype[np.uint8]]) -> Floats:
@@ -70,7 +73,7 @@ def halves(values: tuple[float, ...], line: np.ndarray[Any, np.dtype[np.uint8]])
     return looked_up(two_a_byte(values), line).view(np.float32)
 
 
-def unpacked(words: np.ndarray[Any, np.dtype[np.uint8]], bits: int, skip: int, count: int) -> Floats:
+def unpack_codes(words: np.ndarray[Any, np.dtype[np.uint8]], bits: int, skip: int, count: int) -> Floats:
     """`count` codes of each row of packed words, the first one `skip` bits behind its start, less their offset.
 
     words: (rows, bytes), little-endian. skip: a multiple of `bits` where that is 4 or 8. Returns (rows, count).
@@ -83,10 +86,10 @@ def unpacked(words: np.ndarray[Any, np.dtype[np.uint8]], bits: int, skip: int, c
         pairs = halves(INT4, words[:, low:high].reshape(-1)).reshape(len(words), -1)
         first = skip // 4 - 2 * low
         return np.ascontiguousarray(pairs[:, first : first + count])
-    each = np.unpackbits(words[:, low:high], axis=1, bitorder="little")
-    each = each[:, skip - 8 * low : skip - 8 * low + count * bits].reshape(len(words), count, bits)
-    found: Floats = each @ (1 << np.arange(bits)).astype(np.float32) - np.float32(1 << (bits - 1))
-    return found
+    code_bits = np.unpackbits(words[:, low:high], axis=1, bitorder="little")
+    code_bits = code_bits[:, skip - 8 * low : skip - 8 * low + count * bits].reshape(len(words), count, bits)
+    codes: Floats = code_bits @ (1 << np.arange(bits)).astype(np.float32) - np.float32(1 << (bits - 1))
+    return codes
 
 
 # -- scales ------------------------------------------------------------------------------------------------------------
@@ -116,11 +119,11 @@ def rectangles(start: int, stop: int, columns: int) -> Iterator[Rectangle]:
     if start % columns:
         yield Rectangle(first, first + 1, start - first * columns, columns)
         first += 1
-    whole = stop // columns
-    if whole > first:
-        yield Rectangle(first, whole, 0, columns)
+    last_row = stop // columns
+    if last_row > first:
+        yield Rectangle(first, last_row, 0, columns)
     if stop % columns:
-        yield Rectangle(whole, whole + 1, 0, stop - whole * columns)
+        yield Rectangle(last_row, last_row + 1, 0, stop - last_row * columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,19 +139,19 @@ class ScaleGrid:
     name: str
     tiles: bool = False  # they lie tile by tile (`weights.TILE`), not row by row
 
-    def over(self, read: Read, where: Rectangle) -> tuple[Floats, Numbers]:
+    def read_scales(self, read: Read, rectangle: Rectangle) -> tuple[Floats, Numbers]:
         """(scales of rows of blocks, one a column of the rectangle; which of those rows each row of it takes).
 
         Raises InconsistentCheckpoint E1463 for a scale that is no number."""
         height, width = self.block
-        rows = np.arange(where.low, where.high)
-        taken = rows // self.rows * self.step + rows % self.rows // height
-        low = int(taken[0])
-        high = int(taken[-1]) + 1
-        first = where.left // width
-        last = ceil_div(where.right, width)
+        rows = np.arange(rectangle.low, rectangle.high)
+        scale_rows = rows // self.rows * self.step + rows % self.rows // height
+        low = int(scale_rows[0])
+        high = int(scale_rows[-1]) + 1
+        first = rectangle.left // width
+        last = ceil_div(rectangle.right, width)
         if self.tiles:
-            stored = self._of_tiles(read, low, high)[:, first:last]
+            stored = self._read_tiles(read, low, high)[:, first:last]
         elif high - low == 1:
             stored = read(self.input, low * self.columns + first, low * self.columns + last).reshape(1, -1)
         else:
@@ -156,12 +159,14 @@ class ScaleGrid:
             stored = stored[:, first:last]
         scales = as_floats(stored, self.dtype, self.name)
         if scales.shape[1] > 1 and width > 1:
-            scales = np.repeat(scales, width, axis=1)[:, where.left - first * width : where.right - first * width]
+            scales = np.repeat(scales, width, axis=1)[
+                :, rectangle.left - first * width : rectangle.right - first * width
+            ]
         elif scales.shape[1] > 1:
-            scales = scales[:, : where.right - where.left]
-        return scales, taken - low
+            scales = scales[:, : rectangle.right - rectangle.left]
+        return scales, scale_rows - low
 
-    def _of_tiles(self, read: Read, low: int, high: int) -> np.ndarray[Any, np.dtype[Any]]:
+    def _read_tiles(self, read: Read, low: int, high: int) -> np.ndarray[Any, np.dtype[Any]]:
         """Rows [low, high) of scales that lie in tiles: (32, 4, 4) of row mod 32, row div 32, column."""
         (height, width), across = TILE, ceil_div(self.columns, TILE[1])
         first = low // height
@@ -172,14 +177,14 @@ class ScaleGrid:
         return rows[low - first * height : high - first * height, : self.columns]
 
 
-def widened(stored: np.ndarray[Any, np.dtype[Any]], dtype: DType) -> Floats:
+def widen_to_f32(stored: np.ndarray[Any, np.dtype[Any]], dtype: DType) -> Floats:
     """Floats of a dtype as fp32."""
-    return of_bytes(dtype)[stored.view(np.uint8)] if dtype.bits == 8 else stored.astype(np.float32)
+    return list_byte_values(dtype)[stored.view(np.uint8)] if dtype.bits == 8 else stored.astype(np.float32)
 
 
 def as_floats(stored: np.ndarray[Any, np.dtype[Any]], dtype: DType, name: str) -> Floats:
     """Scales as fp32. Raises InconsistentCheckpoint E1463 for a scale that is NaN."""
-    floats = widened(stored, dtype)
+    floats = widen_to_f32(stored, dtype)
     if np.isnan(floats).any():
         raise InconsistentCheckpoint(
             "a scale is NaN" + (" (byte 255 of F8_E8M0)" if dtype.name in ("U8", "F8_E8M0") else ""),

@@ -36,7 +36,7 @@ from ckpt_tool.quantised.nearest import (
     codes_of,
     divisors_of,
     largest,
-    packed,
+    pack_codes,
     scales_of,
     whole_of,
 )
@@ -314,7 +314,7 @@ class Codes(_QuantisedPart):
         stop = ceil_div((offset + nbytes) * per_byte, codes_per_item) * codes_per_item
         codes = np.empty(stop - start, np.uint8)
         self._encode(read, start, codes)
-        return packed(codes, self.scheme)[offset - start // per_byte :][:nbytes].data
+        return pack_codes(codes, self.scheme)[offset - start // per_byte :][:nbytes].data
 
     def fill(self, read: Read, offset: int, out: memoryview) -> None:
         if self.scheme.bits == 8:

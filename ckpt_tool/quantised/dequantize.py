@@ -52,7 +52,7 @@ _MOST_TEXT = 4096  # bytes; bitsandbytes writes 80 to 300
 _CONFIGURED = ("dtype", "torch_dtype")
 
 
-def dequantized(chosen: Chosen, job: Conversion) -> Chosen:
+def dequantize(chosen: Chosen, job: Conversion) -> Chosen:
     """`chosen` with its quantised weights and states as floats. Raises UsageError E2403 where there are none, E0264
     with --plan and --ray; E1469 for states that torchao keeps as codes, without it; E1464 (exit 2) for a scheme whose
     floats this build can't make; Incomplete E1460, InconsistentCheckpoint E1461-E1462 for scales that are missing or of
@@ -70,74 +70,89 @@ def dequantized(chosen: Chosen, job: Conversion) -> Chosen:
 
             refuse_blocks(chosen, job)
         return chosen
+
     refuse_saved_plan(writing, OPTION)
     if any(row.tensor.dtype.coded for row in chosen.stored):
-        return _of_blocks(chosen, writing)
+        return _dequantize_blocks(chosen, writing)
     from ckpt_tool.quantised.coded import coded_states
     from ckpt_tool.quantised.floats import States, states
 
     rows = [row for row in chosen.stored if row.source == 0]
-    own = [row.tensor for row in rows]
+    source_tensors = [row.tensor for row in rows]
     tree = chosen.sources[0].tree
-    paddle = states(own, tree)
-    torchao = coded_states(own, tree)
+    paddle = states(source_tensors, tree)
+    torchao = coded_states(source_tensors, tree)
     moments = States((*paddle.recipes, *torchao.recipes), paddle.used | torchao.used)
+
     config = model_config(chosen)
     tensors = {row.tensor.key.name: row.tensor for row in rows if row.tensor.key.state == MODEL}
     kinds = {name: TensorKind(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     scheme, found = found_in(kinds, config)
     _refuse_unknown(scheme)
-    more = list(header_faults(chosen.sources[0].catalog.extras, found, kinds))
+    more_faults = list(header_faults(chosen.sources[0].catalog.extras, found, kinds))
     if not job.reading.lenient:
-        more += misshapen(found, kinds, config, stated_shapes(found, tensors, tree))
-    refuse_misfits(found._replace(faults=(*found.faults, *more)))
+        more_faults += misshapen(found, kinds, config, stated_shapes(found, tensors, tree))
+    refuse_misfits(found._replace(faults=(*found.faults, *more_faults)))
+
     if not moments.recipes and not found.weights:
         raise UsageError(
             f"{OPTION}: there is no quantised weight and no quantised state here",
             code=NOTHING,
             hint="leave it off; plain FP8 values without scales are cast with --dtype",
         )
-    out = _with_floats(chosen, tensors, found, writing, config) if found.weights else chosen
+
+    converted = _replace_weights(chosen, tensors, found, writing, config) if found.weights else chosen
     if moments.recipes:
-        kept = tuple(row for row in out.stored if row.tensor.key not in moments.used)
+        plain_rows = tuple(row for row in converted.stored if row.tensor.key not in moments.used)
         note = f"{len(moments.used)} quantised tensors are read as {len(moments.recipes)} of F32 ({OPTION})"
-        shown = f"{chosen.sources[0].path} (dequantised states)"
-        out = with_computed(
-            replace(out, stored=kept), moments.recipes, shown, writing, option=OPTION, dtypes={}, notes=(note,)
+        tree_name = f"{chosen.sources[0].path} (dequantised states)"
+        converted = with_computed(
+            replace(converted, stored=plain_rows),
+            moments.recipes,
+            tree_name,
+            writing,
+            option=OPTION,
+            dtypes={},
+            notes=(note,),
         )
-        out = replace(out, stored=tuple(_where_codes_hung(row, torchao.paths) for row in out.stored))
-    return out
+        converted = replace(
+            converted, stored=tuple(_put_where_codes_were(row, torchao.paths) for row in converted.stored)
+        )
+    return converted
 
 
 def _without_codes(chosen: Chosen, reason: str) -> Chosen:
     """`chosen` less the states that torchao keeps as codes, which the report names."""
-    gone = [row.tensor for row in chosen.stored if part_of(row.tensor.key.state)]
-    kept = tuple(row for row in chosen.stored if not part_of(row.tensor.key.state))
-    return replace(chosen, stored=kept, dropped=(*chosen.dropped, *left_behind(gone, reason, named=False)))
+    coded = [row.tensor for row in chosen.stored if part_of(row.tensor.key.state)]
+    remaining = tuple(row for row in chosen.stored if not part_of(row.tensor.key.state))
+    return replace(chosen, stored=remaining, dropped=(*chosen.dropped, *left_behind(coded, reason, named=False)))
 
 
-def _of_blocks(chosen: Chosen, writing: Writing) -> Chosen:
+def _dequantize_blocks(chosen: Chosen, writing: Writing) -> Chosen:
     """GGUF's types of blocks as floats of the model's dtype; what is no block keeps its own."""
     from ckpt_tool.quantised.ggml_blocks import floats_of_blocks
 
     recipes = floats_of_blocks(chosen.stored, chosen)
-    dtype = _dtype(model_config(chosen))
-    plain = {row.tensor.key: row.tensor.dtype for row in chosen.stored if row.tensor.dtype.block == 1}
-    dtypes = {recipe.key: _plain(plain[recipe.key]) if recipe.key in plain else dtype for recipe in recipes}
+    dtype = _model_dtype(model_config(chosen))
+    big_endian = {row.tensor.key: row.tensor.dtype for row in chosen.stored if row.tensor.dtype.block == 1}
+    dtypes = {
+        recipe.key: _to_little_endian(big_endian[recipe.key]) if recipe.key in big_endian else dtype
+        for recipe in recipes
+    }
     kind = writing.dtypes.get(MODEL) or writing.dtypes.get("") or dtype.name
-    note = f"{len(recipes) - len(plain)} quantised tensors are written as {kind} ({OPTION})"
-    if plain:
-        note += f", {len(plain)} of big-endian numbers as they are"
-    shown = f"{chosen.sources[0].path} (dequantised)"
-    return with_computed(chosen, recipes, shown, writing, option=OPTION, dtypes=dtypes, notes=(note,))
+    note = f"{len(recipes) - len(big_endian)} quantised tensors are written as {kind} ({OPTION})"
+    if big_endian:
+        note += f", {len(big_endian)} of big-endian numbers as they are"
+    tree_name = f"{chosen.sources[0].path} (dequantised)"
+    return with_computed(chosen, recipes, tree_name, writing, option=OPTION, dtypes=dtypes, notes=(note,))
 
 
-def _plain(dtype: DType) -> DType:
+def _to_little_endian(dtype: DType) -> DType:
     """The house's dtype of a big-endian one."""
     return DTYPES[dtype.name.removesuffix("_BE")]
 
 
-def _where_codes_hung(row: Stored, paths: Mapping[TensorKey, Path]) -> Stored:
+def _put_where_codes_were(row: Stored, paths: Mapping[TensorKey, Path]) -> Stored:
     """The row, in the place of the codes that it is made of: an optimizer of numbers keeps them."""
     path = paths.get(row.tensor.key)
     return row._replace(tensor=row.tensor._replace(path=path)) if path else row
@@ -150,14 +165,14 @@ def model_config(chosen: Chosen) -> Mapping[str, Any] | None:
     return quantised_config_in(chosen.sources[0].tree) or chosen.config
 
 
-def _with_floats(
+def _replace_weights(
     chosen: Chosen,
     tensors: Mapping[str, LogicalTensor],
     found: FoundWeights,
     writing: Writing,
     config: Mapping[str, Any] | None,
 ) -> Chosen:
-    from ckpt_tool.quantised.floats import recipe, turned
+    from ckpt_tool.quantised.floats import recipe, transpose_view
     from ckpt_tool.run.computed import Input
 
     tree = chosen.sources[0].tree
@@ -165,40 +180,53 @@ def _with_floats(
     for weight in found.weights.values():
         inputs = {name: Input(tensors[name], tree) for name in weight.names}
         recipes.append(recipe(weight, TensorKey(weight.made), inputs, small_numbers))
-    gone = found.names | set(found.beside)
-    made = {weight.made for weight in found.weights.values()}
-    places = {weight.lead: weight.made for weight in found.weights.values()}
-    kept = []
-    for row in chosen.stored:  # what is made comes where its codes were
+
+    consumed = found.names | set(found.beside)
+    made_names = {weight.made for weight in found.weights.values()}
+    made_of_lead = {weight.lead: weight.made for weight in found.weights.values()}
+
+    # What is computed is listed where its codes were.
+    kept_rows = []
+    for row in chosen.stored:
         key = row.tensor.key
-        if row.source == 0 and key.state == MODEL and key.name in places:
-            kept.append(row._replace(tensor=row.tensor._replace(key=TensorKey(places[key.name]), path=())))
-        elif not (row.source == 0 and key.state == MODEL and key.name in gone):
-            kept.append(row)
-    dtype = _dtype(config)
-    out = with_computed(
-        replace(chosen, stored=tuple(kept)),
+        if row.source == 0 and key.state == MODEL and key.name in made_of_lead:
+            kept_rows.append(row._replace(tensor=row.tensor._replace(key=TensorKey(made_of_lead[key.name]), path=())))
+        elif not (row.source == 0 and key.state == MODEL and key.name in consumed):
+            kept_rows.append(row)
+
+    dtype = _model_dtype(config)
+    converted = with_computed(
+        replace(chosen, stored=tuple(kept_rows)),
         recipes,
         f"{chosen.sources[0].path} (dequantised)",
         writing,
         option=OPTION,
-        dtypes={TensorKey(name): dtype for name in made},
+        dtypes={TensorKey(name): dtype for name in made_names},
         notes=(_note(found, writing, dtype),),
     )
-    flips = {TensorKey(weight.made) for weight in found.weights.values() if weight.turns != _of_conv1d(weight, config)}
-    stored = tuple(row._replace(tensor=turned(row.tensor)) if row.tensor.key in flips else row for row in out.stored)
+
+    # Weights are stored transposed by some schemes, and the hub has those of Conv1D transposed: where one of both is
+    # so, the floats are shown the other way round.
+    transposed = {
+        TensorKey(weight.made) for weight in found.weights.values() if weight.turns != _is_of_conv1d(weight, config)
+    }
+    stored = tuple(
+        row._replace(tensor=transpose_view(row.tensor)) if row.tensor.key in transposed else row
+        for row in converted.stored
+    )
+
     names = {name: (weight.made,) for weight in found.weights.values() for name in weight.names}
     return replace(
-        out,
+        converted,
         stored=stored,
-        names={**out.names, **names},
-        untrue=(*out.untrue, *CONFIG_KEYS),
-        stale=(*out.stale, *QUANTISER_FILES),
-        dropped=(*out.dropped, *_dropped(found, tensors)),
+        names={**converted.names, **names},
+        untrue=(*converted.untrue, *CONFIG_KEYS),
+        stale=(*converted.stale, *QUANTISER_FILES),
+        dropped=(*converted.dropped, *_list_dropped(found, tensors)),
     )
 
 
-def _of_conv1d(weight: Quantised, config: Mapping[str, Any] | None) -> bool:
+def _is_of_conv1d(weight: Quantised, config: Mapping[str, Any] | None) -> bool:
     """Is it of a Conv1D, whose weight the hub has the other way round? transformers 5.23
     (`integrations/bitsandbytes.py`) and GPTQ's libraries (`QuantLinear.pack`) turn it and take it for a Linear's."""
     return weight.codes in (TABLED, OF_127, MATRIX) and is_conv1d(weight.made, (config or {}).get("model_type"))
@@ -252,41 +280,46 @@ def misshapen(
     from ckpt_tool.families.rewrite import unfitting
     from ckpt_tool.families.table import one_of_each
 
-    own = found.names - found.weights.keys()
-    shapes = {name: kind.shape for name, kind in tensors.items() if name not in own and name not in found.weights}
+    # Floats and stored tensors by the names that the family's rules know.
+    part_names = found.names - found.weights.keys()
+    shapes = {
+        name: kind.shape for name, kind in tensors.items() if name not in part_names and name not in found.weights
+    }
     leads: dict[str, str] = {}
     for lead, weight in found.weights.items():
         shape = stated.get(lead) if weight.codes == TABLED else weight.floats
-        if shape is None or _of_conv1d(weight, config) or weight.made in shapes:
+        if shape is None or _is_of_conv1d(weight, config) or weight.made in shapes:
             continue
         shapes[weight.made] = shape
         leads[weight.made] = lead
     try:
-        alike = {name: shapes[name] for name in one_of_each(shapes)}
-        family, dialect = find(config, alike)
+        one_of_each_shape = {name: shapes[name] for name in one_of_each(shapes)}
+        family, dialect = find(config, one_of_each_shape)
         found_unfitting = list(unfitting(family, dialect, shapes, family.facts(config), every=True))
     except CkptError:  # no family, or one whose rules say nothing of these names
         return []
 
     faults = []
-    for each in found_unfitting:
-        wanted = ", ".join("any" if size is None else str(size) for size in each.wanted)
-        if is_tabled and each.name not in leads and len(each.shape) == 2 and each.shape[1] == 1:
-            what = f"a column of {each.shape[0]}, by the config [{wanted}]: codes of 4 bits without their parts"
-            faults.append(WeightFault(each.name, what, lacking=True))
-        if _VOCABULARY.search(each.name) and _differs_in_rows_alone(each):
+    for unfit in found_unfitting:
+        wanted_shape = ", ".join("any" if size is None else str(size) for size in unfit.wanted)
+        if is_tabled and unfit.name not in leads and len(unfit.shape) == 2 and unfit.shape[1] == 1:
+            what = f"a column of {unfit.shape[0]}, by the config [{wanted_shape}]: codes of 4 bits without their parts"
+            faults.append(WeightFault(unfit.name, what, lacking=True))
+        if _VOCABULARY.search(unfit.name) and _differs_in_rows_alone(unfit):
             continue
-        if each.name in leads:
-            what = f"codes of a weight of {list(each.shape)}, by the config [{wanted}]"
-            faults.append(WeightFault(leads[each.name], what, lacking=False))
+        if unfit.name in leads:
+            what = f"codes of a weight of {list(unfit.shape)}, by the config [{wanted_shape}]"
+            faults.append(WeightFault(leads[unfit.name], what, lacking=False))
     return faults
 
 
 def _differs_in_rows_alone(unfit: Unfitting) -> bool:
     """Is it a vocabulary that a trainer padded, or cut, and fits the config but for its rows?"""
     columns = unfit.shape[1:]
-    wanted = unfit.wanted[1:]
-    return len(columns) == len(wanted) and all(want in (None, size) for size, want in zip(columns, wanted, strict=True))
+    wanted_columns = unfit.wanted[1:]
+    return len(columns) == len(wanted_columns) and all(
+        want in (None, size) for size, want in zip(columns, wanted_columns, strict=True)
+    )
 
 
 def is_of_bitsandbytes(config: Mapping[str, Any] | None) -> bool:
@@ -294,15 +327,15 @@ def is_of_bitsandbytes(config: Mapping[str, Any] | None) -> bool:
     return str((section(config or {}) or {}).get("quant_method", "")).lower() == "bitsandbytes"
 
 
-def _dtype(config: Mapping[str, Any] | None) -> DType:
+def _model_dtype(config: Mapping[str, Any] | None) -> DType:
     """What the model computes in, as its config says; bf16 where it says nothing, or a dtype of codes."""
     model: Mapping[str, Any] = config or {}
     inner = model.get("text_config")
     for place in (model, inner if isinstance(inner, dict) else model):
         for name in _CONFIGURED:
-            stated = from_name(str(place.get(name)))
-            if stated is not None and stated.is_float and stated.bits >= 16:
-                return stated
+            dtype = from_name(str(place.get(name)))
+            if dtype is not None and dtype.is_float and dtype.bits >= 16:
+                return dtype
     return DTYPES["BF16"]
 
 
@@ -311,7 +344,7 @@ def _note(found: FoundWeights, writing: Writing, dtype: DType) -> str:
     return f"{len(found.weights)} quantised weights are written as {kind} ({OPTION})"
 
 
-def _dropped(found: FoundWeights, tensors: Mapping[str, LogicalTensor]) -> list[dict[str, Any]]:
+def _list_dropped(found: FoundWeights, tensors: Mapping[str, LogicalTensor]) -> list[dict[str, Any]]:
     """Entries of the report: scales that went into the weights, and those that no float model has a place for."""
     parts = (tensors[name] for weight in found.weights.values() for name in weight.parts.values())
     return [

@@ -49,10 +49,10 @@ def refuse_blocks(chosen: Chosen, job: Conversion) -> None:
 def floats_of_blocks(rows: Iterable[Stored], chosen: Chosen) -> list[Recipe]:
     """Recipes for the tensors of blocks among `rows`. Raises UsageError E1707 for types that have no floats here, E1710
     without the gguf package."""
-    from ckpt_tool.quantised.blocks import FloatsOfBlocks, known, library
+    from ckpt_tool.quantised.blocks import FloatsOfBlocks, has_floats, library
 
     coded = [row for row in rows if row.tensor.dtype.coded]
-    unknown = [row.tensor for row in coded if not known(row.tensor.dtype)]
+    unknown = [row.tensor for row in coded if not has_floats(row.tensor.dtype)]
     if unknown:
         first = unknown[0]
         raise UsageError(

@@ -22,9 +22,20 @@ from typing import Any
 import numpy as np
 
 from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint
-from ckpt_tool.quantised.codes import FP4, Floats, Rectangle, ScaleGrid, halves, of_bytes, rectangles, scale, unpacked
+from ckpt_tool.quantised.codes import (
+    FP4,
+    Floats,
+    Rectangle,
+    ScaleGrid,
+    halves,
+    list_byte_values,
+    rectangles,
+    scale,
+    unpack_codes,
+)
 from ckpt_tool.run.compute import cast, looked_up, numpy_type
 from ckpt_tool.run.computed import Input, Read, Recipe
 from ckpt_tool.weight_schemes.weights import AFFINE, Quantised
@@ -38,37 +49,47 @@ class _Groups(Recipe):
     scales: ScaleGrid
 
     def values(self, read: Read, start: int, stop: int) -> Floats:
-        parts = [self._within(read, where).reshape(-1) for where in rectangles(start, stop, self.shape[-1])]
+        parts = [
+            self._decode_rectangle(read, rectangle).reshape(-1) for rectangle in rectangles(start, stop, self.shape[-1])
+        ]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _within(self, read: Read, where: Rectangle) -> Floats:
+    def _decode_rectangle(self, read: Read, rectangle: Rectangle) -> Floats:
         """The floats of a rectangle."""
         raise NotImplementedError
 
-    def _words(self, read: Read, where: Rectangle) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], int]:
+    def _words(self, read: Read, rectangle: Rectangle) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], int]:
         """(the words of a rectangle's rows as bytes, the bits of a row that lie before its codes)."""
         bits = self.bits
-        rows = where.high - where.low
-        wide = self.shape[-1] * bits // 32
-        low, high = (where.left * bits // 32, -(-where.right * bits // 32)) if rows == 1 else (0, wide)
-        words = read(0, where.low * wide + low, (where.high - 1) * wide + high).view(np.uint8).reshape(rows, -1)
-        return words, where.left * bits - 32 * low
+        rows = rectangle.high - rectangle.low
+        words_per_row = self.shape[-1] * bits // 32
+        low = 0
+        high = words_per_row
+        if rows == 1:  # of a single row only the words of the rectangle are read
+            low = rectangle.left * bits // 32
+            high = ceil_div(rectangle.right * bits, 32)
+        words = (
+            read(0, rectangle.low * words_per_row + low, (rectangle.high - 1) * words_per_row + high)
+            .view(np.uint8)
+            .reshape(rows, -1)
+        )
+        return words, rectangle.left * bits - 32 * low
 
 
 @dataclass(frozen=True, eq=False)
 class Floating(_Groups):
     """Codes that are floats."""
 
-    def _within(self, read: Read, where: Rectangle) -> Floats:
-        words, skip = self._words(read, where)
-        eight = self.bits == 8
+    def _decode_rectangle(self, read: Read, rectangle: Rectangle) -> Floats:
+        words, skip = self._words(read, rectangle)
+        is_fp8 = self.bits == 8
         first = skip // self.bits
-        count = where.right - where.left
+        count = rectangle.right - rectangle.left
         line = np.ascontiguousarray(words).reshape(-1)
-        codes = looked_up(of_bytes(DTYPES["F8_E4M3"]), line) if eight else halves(FP4, line)
+        codes = looked_up(list_byte_values(DTYPES["F8_E4M3"]), line) if is_fp8 else halves(FP4, line)
         values = np.ascontiguousarray(codes.reshape(len(words), -1)[:, first : first + count])
         with np.errstate(all="ignore"):
-            scale(values, *self.scales.over(read, where))
+            scale(values, *self.scales.read_scales(read, rectangle))
         return values
 
 
@@ -78,17 +99,17 @@ class Affine(_Groups):
 
     biases: ScaleGrid
 
-    def _within(self, read: Read, where: Rectangle) -> Floats:
-        words, skip = self._words(read, where)
-        codes = unpacked(words, self.bits, skip, where.right - where.left)
+    def _decode_rectangle(self, read: Read, rectangle: Rectangle) -> Floats:
+        words, skip = self._words(read, rectangle)
+        codes = unpack_codes(words, self.bits, skip, rectangle.right - rectangle.left)
         values = codes + np.float32(1 << (self.bits - 1))
         with np.errstate(all="ignore"):  # what overflows is infinite, as it is for MLX
-            scale(values, *self.scales.over(read, where))
-            values = self._rounded(values)
-            scale(values, *self.biases.over(read, where), np.add)
-        return self._rounded(values)
+            scale(values, *self.scales.read_scales(read, rectangle))
+            values = self._round_to_scales(values)
+            scale(values, *self.biases.read_scales(read, rectangle), np.add)
+        return self._round_to_scales(values)
 
-    def _rounded(self, values: Floats) -> Floats:
+    def _round_to_scales(self, values: Floats) -> Floats:
         dtype = self.scales.dtype
         if dtype.name == "F32":
             return values
@@ -96,7 +117,7 @@ class Affine(_Groups):
         return np.frombuffer(line, numpy_type(dtype)).astype(np.float32).reshape(values.shape)
 
 
-def of_groups(weight: Quantised, key: TensorKey, of: Mapping[str, Input]) -> Affine | Floating:
+def make_group_recipe(weight: Quantised, key: TensorKey, of: Mapping[str, Input]) -> Affine | Floating:
     """How the floats of a weight of STREAM codes are made. Raises InconsistentCheckpoint E1462 for scales of affine
     codes that are no floats."""
     inputs = tuple(of[name] for name in weight.names)

@@ -36,11 +36,11 @@ def found_in(
 
 def model_kinds(tensors: Iterable[LogicalTensor]) -> dict[str, TensorKind]:
     """The model's tensors as headers state them; {} where none can be a code: the most common case, seen at once."""
-    kinds = {each.key.name: TensorKind(each.dtype, each.shape) for each in tensors if each.key.state == MODEL}
+    kinds = {tensor.key.name: TensorKind(tensor.dtype, tensor.shape) for tensor in tensors if tensor.key.state == MODEL}
     return kinds if any(kind.dtype.name in DTYPES for kind in kinds.values()) else {}
 
 
-def with_their_parts(
+def keep_parts_together(
     catalog: Catalog | Mapping[TensorKey, LogicalTensor],
     kept: list[TensorKey],
     removed: list[TensorKey],
@@ -59,17 +59,17 @@ def with_their_parts(
     if not found.weights:
         return kept, removed
     parts = (part for weight in found.weights.values() for part in weight.parts.values())
-    gone = set(removed)
-    named = Names(parts).matched(writing.remove_keys)[0] if writing.keep_keys else set[str]()
+    removed_keys = set(removed)
+    named_parts = Names(parts).matched(writing.remove_keys)[0] if writing.keep_keys else set[str]()
     for weight in found.weights.values():
-        leaves = TensorKey(weight.lead) in gone
+        is_removed = TensorKey(weight.lead) in removed_keys
         for part in map(TensorKey, weight.parts.values()):
-            if leaves:
-                gone.add(part)
-            elif writing.keep_keys and part.name not in named:
-                gone.discard(part)
+            if is_removed:
+                removed_keys.add(part)
+            elif writing.keep_keys and part.name not in named_parts:
+                removed_keys.discard(part)
     order = [*kept, *removed] if not isinstance(catalog, Catalog) else list(catalog.tensors)
-    return [key for key in order if key not in gone], [key for key in order if key in gone]
+    return [key for key in order if key not in removed_keys], [key for key in order if key in removed_keys]
 
 
 def as_they_are(chosen: Chosen, job: Conversion) -> Chosen:
@@ -95,7 +95,7 @@ def as_they_are(chosen: Chosen, job: Conversion) -> Chosen:
 
 def held_together(tensors: Sequence[WantedTensor], chosen: Chosen) -> dict[str, Units]:
     """Every tensor of a quantised weight among the wanted ones, and how it may be cut."""
-    kinds = {each.key.name: TensorKind(each.dtype, each.shape) for each in tensors if each.key.state == MODEL}
+    kinds = {tensor.key.name: TensorKind(tensor.dtype, tensor.shape) for tensor in tensors if tensor.key.state == MODEL}
     if not any(kind.dtype.name in DTYPES for kind in kinds.values()):
         return {}
     opened = chosen.sources[0]
@@ -105,7 +105,7 @@ def held_together(tensors: Sequence[WantedTensor], chosen: Chosen) -> dict[str, 
         modules = {_module(name) for name, kind in kinds.items() if kind.dtype.name in DTYPES}
         whole = {name: (1,) * len(kind.shape) for name, kind in kinds.items() if _module(name) in modules}
         return {name: Units(name, name, pieces, pieces) for name, pieces in whole.items()}
-    return {name: each for weight in found.weights.values() for name, each in units(weight, kinds).items()}
+    return {name: tensor for weight in found.weights.values() for name, tensor in units(weight, kinds).items()}
 
 
 def _module(name: str) -> str:

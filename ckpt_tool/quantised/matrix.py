@@ -30,7 +30,7 @@ import numpy as np
 from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint
-from ckpt_tool.quantised.codes import Array, Floats, Rectangle, as_floats, rectangles, unpacked
+from ckpt_tool.quantised.codes import Array, Floats, Rectangle, as_floats, rectangles, unpack_codes
 from ckpt_tool.run.computed import Input, Read, Recipe
 from ckpt_tool.weight_schemes.weights import Quantised
 
@@ -49,70 +49,80 @@ class Matrix(Recipe):
     groups: int  # rows of scales
 
     def values(self, read: Read, start: int, stop: int) -> Floats:
-        parts = [self._within(read, where).reshape(-1) for where in rectangles(start, stop, self.shape[1])]
+        parts = [
+            self._decode_rectangle(read, rectangle).reshape(-1) for rectangle in rectangles(start, stop, self.shape[1])
+        ]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _within(self, read: Read, where: Rectangle) -> Floats:
-        of = self._groups(read, where)
-        low = int(of.min())
-        high = int(of.max()) + 1
+    def _decode_rectangle(self, read: Read, rectangle: Rectangle) -> Floats:
+        groups = self._read_groups(read, rectangle)
+        low = int(groups.min())
+        high = int(groups.max()) + 1
         scales = as_floats(
             read(1, low * self.shape[1], high * self.shape[1]),
             self.inputs[1].tensor.dtype,
             self.inputs[1].tensor.key.name,
-        ).reshape(high - low, -1)[:, where.left : where.right]
-        zeros = self._zeros(read, low, high)[:, where.left : where.right]
-        values = self._codes(read, where)
-        values -= zeros[of - low]
-        values *= scales[of - low]
+        ).reshape(high - low, -1)[:, rectangle.left : rectangle.right]
+        zeros = self._decode_zeros(read, low, high)[:, rectangle.left : rectangle.right]
+        values = self._decode_codes(read, rectangle)
+        values -= zeros[groups - low]
+        values *= scales[groups - low]
         return values
 
-    def _groups(self, read: Read, where: Rectangle) -> Array:
+    def _read_groups(self, read: Read, rectangle: Rectangle) -> Array:
         """The row of scales that each input takes. Raises InconsistentCheckpoint E1468 for one that is not there."""
         if len(self.inputs) < 4:
-            return np.arange(where.low, where.high) // ceil_div(self.shape[0], self.groups)
-        of = read(3, where.low, where.high).astype(np.int64)
-        of = np.where(of < 0, of + self.groups, of)  # GPTQModel counts from the end, as Python does
-        if ((of < 0) | (of >= self.groups)).any():
+            return np.arange(rectangle.low, rectangle.high) // ceil_div(self.shape[0], self.groups)
+        groups = read(3, rectangle.low, rectangle.high).astype(np.int64)
+        groups = np.where(groups < 0, groups + self.groups, groups)  # GPTQModel counts from the end, as Python does
+        if ((groups < 0) | (groups >= self.groups)).any():
             raise InconsistentCheckpoint(
-                f"an input belongs to group {int(of.max())}, there are {self.groups}",
+                f"an input belongs to group {int(groups.max())}, there are {self.groups}",
                 code=GROUP,
                 key=self.inputs[3].tensor.key.name,
                 hint="do all files belong to one checkpoint? fetch it again",
             )
-        return of
+        return groups
 
-    def _codes(self, read: Read, where: Rectangle) -> Floats:
+    def _decode_codes(self, read: Read, rectangle: Rectangle) -> Floats:
         """The codes of a rectangle, as floats from 0 on."""
         if self.order == "awq":
-            return self._nibbles(read, 0, where.low, where.high)[:, where.left : where.right].copy()
+            return self._decode_nibbles(read, 0, rectangle.low, rectangle.high)[
+                :, rectangle.left : rectangle.right
+            ].copy()
         bits = self.bits
         columns = self.shape[1]
-        low = where.low * bits // 32
-        high = -(-where.high * bits // 32)
-        words = read(0, low * columns, high * columns).reshape(high - low, columns)[:, where.left : where.right]
+        low = rectangle.low * bits // 32
+        high = ceil_div(rectangle.high * bits, 32)
+        words = read(0, low * columns, high * columns).reshape(high - low, columns)[:, rectangle.left : rectangle.right]
         stream = np.ascontiguousarray(words.T).view(np.uint8)
-        found = unpacked(stream, bits, where.low * bits - 32 * low, where.high - where.low)
-        return np.ascontiguousarray(found.T) + np.float32(1 << (bits - 1))
+        codes = unpack_codes(stream, bits, rectangle.low * bits - 32 * low, rectangle.high - rectangle.low)
+        return np.ascontiguousarray(codes.T) + np.float32(1 << (bits - 1))
 
-    def _zeros(self, read: Read, low: int, high: int) -> Floats:
+    def _decode_zeros(self, read: Read, low: int, high: int) -> Floats:
         """Zero points of rows [low, high) of the scales."""
         if self.order == "awq":
-            return self._nibbles(read, 2, low, high)
+            return self._decode_nibbles(read, 2, low, high)
         bits = self.bits
         columns = self.shape[1]
-        wide = columns * bits // 32
-        words = as_meant(read(2, low * wide, high * wide).view(np.uint32), bits, self.order).reshape(high - low, wide)
-        return unpacked(np.ascontiguousarray(words).view(np.uint8), bits, 0, columns) + np.float32(1 << (bits - 1))
+        words_per_row = columns * bits // 32
+        words = as_meant(read(2, low * words_per_row, high * words_per_row).view(np.uint32), bits, self.order).reshape(
+            high - low, words_per_row
+        )
+        return unpack_codes(np.ascontiguousarray(words).view(np.uint8), bits, 0, columns) + np.float32(1 << (bits - 1))
 
-    def _nibbles(self, read: Read, number: int, low: int, high: int) -> Floats:
+    def _decode_nibbles(self, read: Read, number: int, low: int, high: int) -> Floats:
         """AWQ's words of rows [low, high) of an input."""
-        wide = self.shape[1] // 8
-        words = np.ascontiguousarray(read(number, low * wide, high * wide)).view(np.uint8).reshape(high - low, -1)
-        each = unpacked(words, 4, 0, self.shape[1]).reshape(high - low, wide, 8) + np.float32(8)
-        found = np.empty_like(each)
-        found[:, :, AWQ_ORDER] = each
-        return found.reshape(high - low, self.shape[1])
+        words_per_row = self.shape[1] // 8
+        words = (
+            np.ascontiguousarray(read(number, low * words_per_row, high * words_per_row))
+            .view(np.uint8)
+            .reshape(high - low, -1)
+        )
+        nibbles = unpack_codes(words, 4, 0, self.shape[1]).reshape(high - low, words_per_row, 8) + np.float32(8)
+        ordered = np.empty_like(nibbles)
+        ordered[:, :, AWQ_ORDER] = nibbles
+        return ordered.reshape(high - low, self.shape[1])
 
 
 def as_meant(words: Words, bits: int, order: str) -> Words:
@@ -122,21 +132,23 @@ def as_meant(words: Words, bits: int, order: str) -> Words:
         return words
     if 32 % bits == 0:
         return words + np.uint32(0xFFFFFFFF // ((1 << bits) - 1))  # a 1 in every code; what is carried over is lost
-    return _packed((_codes(words, bits) + 1) % (1 << bits), bits).reshape(words.shape)
+    return _pack_codes((_list_codes(words, bits) + 1) % (1 << bits), bits).reshape(words.shape)
 
 
 def middle(bits: int) -> Words:
     """Words full of the zero point of a symmetric quantiser."""
-    return _packed(np.full(32 // bits if 32 % bits == 0 else 32, 1 << (bits - 1)), bits)
+    return _pack_codes(np.full(32 // bits if 32 % bits == 0 else 32, 1 << (bits - 1)), bits)
 
 
-def _codes(words: Words, bits: int) -> Array:
-    each = np.unpackbits(np.ascontiguousarray(words).view(np.uint8).reshape(-1), bitorder="little").reshape(-1, bits)
-    codes: Array = each @ (1 << np.arange(bits))
+def _list_codes(words: Words, bits: int) -> Array:
+    code_bits = np.unpackbits(np.ascontiguousarray(words).view(np.uint8).reshape(-1), bitorder="little").reshape(
+        -1, bits
+    )
+    codes: Array = code_bits @ (1 << np.arange(bits))
     return codes
 
 
-def _packed(codes: Array, bits: int) -> Words:
+def _pack_codes(codes: Array, bits: int) -> Words:
     return np.packbits((codes[:, None] >> np.arange(bits) & 1).astype(np.uint8), bitorder="little").view(np.uint32)
 
 

@@ -31,7 +31,7 @@ import numpy as np
 from ckpt_tool.compiled.library import KINDS, ready
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.integers import ceil_div
-from ckpt_tool.quantised.codes import FP4, Array, Floats, as_floats, of_bytes
+from ckpt_tool.quantised.codes import FP4, Array, Floats, as_floats, list_byte_values
 from ckpt_tool.run.compute import cast, looked_up, numpy_type
 from ckpt_tool.weight_schemes.schemes import Scheme
 
@@ -85,15 +85,15 @@ def largest(values: Values, columns: int, width: int, *, of_all: bool = False) -
     if columns % width:
         ragged: Floats = np.maximum.reduceat(sizes, range(0, columns, width), axis=1)
         return ragged
-    found: Floats = sizes.reshape(len(sizes), -1, width).max(axis=2)
-    return found
+    maxima: Floats = sizes.reshape(len(sizes), -1, width).max(axis=2)
+    return maxima
 
 
 def whole_of(size: Floats) -> Floats:
     """nvfp4: what all scales of a tensor are multiplied by, one fp32. size: its largest magnitude."""
     with np.errstate(over="ignore", divide="ignore"):
-        found: Floats = np.minimum(np.float32(_WHOLE) / size, np.finfo(np.float32).max)
-    return found
+        factor: Floats = np.minimum(np.float32(_WHOLE) / size, np.finfo(np.float32).max)
+    return factor
 
 
 def scales_of(sizes: Floats, scheme: Scheme, dtype: DType, whole: Floats | None = None) -> Array:
@@ -117,8 +117,8 @@ def scales_of(sizes: Floats, scheme: Scheme, dtype: DType, whole: Floats | None 
 
 def divisors_of(scales: Array, dtype: DType, name: str, whole: Floats | None = None) -> Floats:
     """What values are divided by, and codes multiplied: the scales as they are stored."""
-    found = as_floats(scales, dtype, name)
-    return found / whole if whole is not None else found
+    divisors = as_floats(scales, dtype, name)
+    return divisors / whole if whole is not None else divisors
 
 
 class ValuePlace(NamedTuple):
@@ -133,16 +133,16 @@ def codes_of(values: Values, place: ValuePlace, divisors: Floats, scheme: Scheme
     """Make the codes, a byte each; returns their error. divisors: (rows, blocks), or one row for all."""
     library = ready(values.line.nbytes) if values.dtype.name in KINDS else None
     if library is not None:
-        each = np.ascontiguousarray(divisors)
-        error = library.codes((values.line, values.dtype.name), place, each, scheme.dtype, out)
+        row_divisors = np.ascontiguousarray(divisors)
+        error = library.codes((values.line, values.dtype.name), place, row_divisors, scheme.dtype, out)
         if error is not None:
             return Error(*error)
     wide = values.wide.reshape(-1, place.columns)
     if divisors.shape[1] > 1:
         divisors = np.repeat(divisors, place.width, axis=1)[:, place.skip : place.skip + place.columns]
-    codes, made = _codes(wide, divisors, scheme)
+    codes, decoded = _codes(wide, divisors, scheme)
     out[...] = codes.reshape(-1)
-    return _error(wide, made * divisors)
+    return _error(wide, decoded * divisors)
 
 
 def _codes(values: Floats, divisors: Floats, scheme: Scheme) -> tuple[Bytes, Floats]:
@@ -157,7 +157,7 @@ def _codes(values: Floats, divisors: Floats, scheme: Scheme) -> tuple[Bytes, Flo
         codes = _four_bits(ratio)
         return codes, looked_up(np.array(FP4, np.float32), codes.reshape(-1)).reshape(values.shape)
     codes = np.frombuffer(cast(ratio.reshape(-1).view(np.uint8).data, _F32, DTYPES[scheme.dtype])[0], np.uint8)
-    return codes.reshape(values.shape), looked_up(of_bytes(DTYPES[scheme.dtype]), codes).reshape(values.shape)
+    return codes.reshape(values.shape), looked_up(list_byte_values(DTYPES[scheme.dtype]), codes).reshape(values.shape)
 
 
 def _four_bits(ratio: Floats) -> Bytes:
@@ -172,16 +172,16 @@ def _four_bits(ratio: Floats) -> Bytes:
     return codes | np.signbit(ratio).view(np.uint8) << np.uint8(3)
 
 
-def _error(values: Floats, made: Floats) -> Error:
+def _error(values: Floats, decoded: Floats) -> Error:
     """Of values and what they are when dequantised."""
-    far = values - made
-    most = np.abs(far).max(initial=0.0)
-    exact = far.astype(np.float64).ravel()
+    distances = values - decoded
+    largest_distance = np.abs(distances).max(initial=0.0)
+    exact = distances.astype(np.float64).ravel()
     wide = values.astype(np.float64).ravel()
-    return Error(float(most), float(exact @ exact), float(wide @ wide))
+    return Error(float(largest_distance), float(exact @ exact), float(wide @ wide))
 
 
-def packed(codes: Bytes, scheme: Scheme) -> Bytes:
+def pack_codes(codes: Bytes, scheme: Scheme) -> Bytes:
     """A line of codes as bytes of the tensor that holds them."""
     if scheme.bits == 8:
         return codes

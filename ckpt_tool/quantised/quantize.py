@@ -44,7 +44,7 @@ INDIVISIBLE = "rows that the groups of the scheme do not divide"
 UNEVEN = "sizes that are no multiples of {}, which its library's product wants"
 
 
-def quantized(chosen: Chosen, job: Conversion) -> Chosen:
+def quantize(chosen: Chosen, job: Conversion) -> Chosen:
     """`chosen` whose weights are codes and scales.
 
     Raises UsageError E1465 for weights that are codes already, E2721 where there is nothing to quantise, E2723 for
@@ -52,49 +52,51 @@ def quantized(chosen: Chosen, job: Conversion) -> Chosen:
     the hub's, E0264 with --plan and --ray; InconsistentCheckpoint E2720 while reading for what is no finite number."""
     writing = job.writing
     if writing.quantize is None:
-        _refuse_lone(writing)
+        _refuse_options_alone(writing)
         return chosen
     refuse_names(chosen, job, OPTION)
     scheme = scheme_of(writing.quantize, model_config(chosen))
     rows = {row.tensor.key.name: row for row in chosen.stored if row.tensor.key.state == MODEL}
     refuse_codes([row.tensor for row in rows.values()], OPTION, chosen.sources[0].path)
-    stays = _staying(rows, scheme, writing.quantize_skip, writing.quantize_only)
-    taken = [name for name in rows if name not in stays]
-    if not taken:
+    stays = _find_staying(rows, scheme, writing.quantize_skip, writing.quantize_only)
+    chosen_names = [name for name in rows if name not in stays]
+    if not chosen_names:
         raise UsageError(
             f"{OPTION} {scheme.name}: no weight is to be quantised",
             code=NOTHING,
             faults=[f"{number} stay: {why}" for why, number in Counter(stays.values()).most_common()],
             hint="matrices of layers under the hub's names are; --quantize-only PATTERN names others",
         )
-    _refuse_stacked(taken, scheme)
+    _refuse_stacked(chosen_names, scheme)
     dtypes = dtypes_of(writing)
-    floats = {name: written_as(rows[name].tensor, dtypes, chosen.casts) for name in taken}
-    made = {name: laid_out(scheme, name, rows[name].tensor.shape, _narrow(floats[name])) for name in taken}
-    stated = config_of(scheme, modules_that_stay({name: rows[name].tensor.shape for name in stays}, taken))
-    check_found(made, stated, OPTION)
-    pairs = _recipes(chosen, [rows[name] for name in taken], scheme, made, floats)
-    recipes = [recipe for mine, _ in pairs for recipe in mine]
-    out = with_computed(
-        replace(chosen, stored=_in_places(chosen.stored, made)),
+    floats = {name: written_as(rows[name].tensor, dtypes, chosen.casts) for name in chosen_names}
+    parts_by_weight = {
+        name: laid_out(scheme, name, rows[name].tensor.shape, _narrow(floats[name])) for name in chosen_names
+    }
+    config = config_of(scheme, modules_that_stay({name: rows[name].tensor.shape for name in stays}, chosen_names))
+    check_found(parts_by_weight, config, OPTION)
+    pairs = _recipes(chosen, [rows[name] for name in chosen_names], scheme, parts_by_weight, floats)
+    recipes = [recipe for weight_recipes, _ in pairs for recipe in weight_recipes]
+    converted = with_computed(
+        replace(chosen, stored=_replace_weights(chosen.stored, parts_by_weight)),
         recipes,
         f"{chosen.sources[0].path} (quantised)",
         writing,
         option=OPTION,
         dtypes={},
-        notes=_notes({name: rows[name].tensor.shape for name in taken}, stays, scheme),
+        notes=_notes({name: rows[name].tensor.shape for name in chosen_names}, stays, scheme),
     )
     if scheme.subclass:
-        texts = {name: stated_of(scheme, rows[name].tensor.shape, floats[name]) for name in taken}
-        out = replace(out, hints=out.all_hints.having(Subclasses(texts)))
-    own = {recipe.key: recipe.dtype for recipe in recipes}  # --dtype is for what stays
-    tree: Any = out.sources[-1].tree
-    names = {name: tuple(tensor for tensor, _ in parts.values()) for name, parts in made.items()}
+        texts = {name: stated_of(scheme, rows[name].tensor.shape, floats[name]) for name in chosen_names}
+        converted = replace(converted, hints=converted.all_hints.having(Subclasses(texts)))
+    own_dtypes = {recipe.key: recipe.dtype for recipe in recipes}  # --dtype is for what stays
+    tree: Any = converted.sources[-1].tree
+    names = {name: tuple(tensor for tensor, _ in parts.values()) for name, parts in parts_by_weight.items()}
     return replace(
-        out,
-        casts={**out.casts, **own},
-        names={**out.names, **names},
-        stated={**out.stated, **stated, "dtype": _torch_name(floats.values())},
+        converted,
+        casts={**converted.casts, **own_dtypes},
+        names={**converted.names, **names},
+        stated={**converted.stated, **config, "dtype": _torch_name(floats.values())},
         reported=Errors(scheme, tuple(figure for _, figure in pairs), tree, dict(Counter(stays.values()))),
     )
 
@@ -110,7 +112,7 @@ def refuse_names(chosen: Chosen, job: Conversion, option: str) -> None:
         )
 
 
-def _refuse_lone(writing: Writing) -> None:
+def _refuse_options_alone(writing: Writing) -> None:
     lone = [name for name, given in (("skip", writing.quantize_skip), ("only", writing.quantize_only)) if given]
     if lone:
         raise UsageError(
@@ -120,30 +122,34 @@ def _refuse_lone(writing: Writing) -> None:
         )
 
 
-def _staying(rows: Mapping[str, Stored], scheme: Scheme, skip: Sequence[str], only: Sequence[str]) -> dict[str, str]:
+def _find_staying(
+    rows: Mapping[str, Stored], scheme: Scheme, skip: Sequence[str], only: Sequence[str]
+) -> dict[str, str]:
     """Name -> why it stays as it is. Raises UsageError E0255 for patterns that match nothing."""
-    known = Names(rows)
-    (skipped, misses), (named, others) = known.matched(skip), known.matched(only)
-    refuse_misses([*misses, *others], known.names)
-    found: dict[str, str] = {}
+    all_names = Names(rows)
+    skipped, misses = all_names.matched(skip)
+    only_names, only_misses = all_names.matched(only)
+    refuse_misses([*misses, *only_misses], all_names.names)
+
+    reasons: dict[str, str] = {}
     for name, row in rows.items():
         shape = row.tensor.shape
         dtype = row.tensor.dtype
         if name in skipped:
-            found[name] = "--quantize-skip"
-        elif only and name not in named:
-            found[name] = "not in --quantize-only"
+            reasons[name] = "--quantize-skip"
+        elif only and name not in only_names:
+            reasons[name] = "not in --quantize-only"
         elif scheme.codes == TURNED and (len(shape) != 3 or EXPERTS not in name):
-            found[name] = "no stacked experts, which this family's releases quantise alone"
+            reasons[name] = "no stacked experts, which this family's releases quantise alone"
         elif not only and (why := why_not(row.tensor)):
-            found[name] = why
+            reasons[name] = why
         elif len(shape) < 2 or not dtype.is_float or dtype.bits < 16:
-            found[name] = "no matrix of floats"
+            reasons[name] = "no matrix of floats"
         elif not scheme.fits(shape):
-            found[name] = INDIVISIBLE
+            reasons[name] = INDIVISIBLE
         elif any(size % scheme.multiple for size in shape[-2:]):
-            found[name] = UNEVEN.format(scheme.multiple)
-    return found
+            reasons[name] = UNEVEN.format(scheme.multiple)
+    return reasons
 
 
 def _refuse_stacked(taken: Iterable[str], scheme: Scheme) -> None:
@@ -172,10 +178,10 @@ def _narrow(dtype: DType) -> DType:
 def modules_that_stay(stays: Mapping[str, Shape], taken: Iterable[str]) -> list[str]:
     """The modules that a config says are not quantised: every matrix that stays, and the head, which may be tied.
     stays: name -> shape; taken: names of the weights that are quantised."""
-    kept = [module_of(name) for name, shape in stays.items() if name.endswith(".weight") and len(shape) > 1]
-    kept = [name for name in kept if "embed" not in name.rpartition(".")[2]]
+    modules = [module_of(name) for name, shape in stays.items() if name.endswith(".weight") and len(shape) > 1]
+    modules = [name for name in modules if "embed" not in name.rpartition(".")[2]]
     head = () if any(module_of(name) == _HEAD for name in taken) else (_HEAD,)
-    return list(dict.fromkeys((*kept, *head)))
+    return list(dict.fromkeys((*modules, *head)))
 
 
 def _recipes(
@@ -214,7 +220,7 @@ def _recipes(
     return weights
 
 
-def _in_places(
+def _replace_weights(
     stored: Iterable[Stored], made: Mapping[str, Mapping[str, tuple[str, TensorKind]]]
 ) -> tuple[Stored, ...]:
     """The tensors with those that a weight becomes in its place. They are still the weight's own: what computes takes
@@ -239,16 +245,16 @@ def check_found(
     if scheme is not None:  # biases are none of what is laid out
         scheme = scheme._replace(declared=scheme.declared._replace(expert_biases=False))
     found = found_by(scheme, kinds)
-    seen = {weight.made for weight in found.weights.values()}
-    if scheme is None or not scheme.known or found.faults or seen != made.keys():
+    found_names = {weight.made for weight in found.weights.values()}
+    if scheme is None or not scheme.known or found.faults or found_names != made.keys():
         raise InternalError(f"{option}: what is laid out is not read back: {found.faults[:1]}")
 
 
 def _notes(taken: Mapping[str, Shape], stays: Mapping[str, str], scheme: Scheme) -> tuple[str, ...]:
     notes = [f"{len(taken)} weights are quantised as {scheme.name} ({OPTION})"]
-    lost = [name for name, why in stays.items() if why == INDIVISIBLE]
-    if lost:
-        notes.append(f"{len(lost)} weights stay, with {INDIVISIBLE}: {_few(lost)}")
+    indivisible = [name for name, why in stays.items() if why == INDIVISIBLE]
+    if indivisible:
+        notes.append(f"{len(indivisible)} weights stay, with {INDIVISIBLE}: {_few(indivisible)}")
     short = [name for name, shape in taken.items() if scheme.is_short(shape)]
     if short:
         notes.append(
@@ -275,7 +281,7 @@ class Errors:
         rows = list[dict[str, object]]()
         if done:
             for figure in self.figures:
-                self._completed(figure)
+                self._complete(figure)
                 rows.append(figure.document())
             self.tree.close()
         return {
@@ -287,7 +293,7 @@ class Errors:
             }
         }
 
-    def _completed(self, figure: Figures) -> None:
+    def _complete(self, figure: Figures) -> None:
         """Quantise again what no thread had whole, or what the run before had done."""
         bits = self.scheme.bits
         for start, stop in [*figure.missing()]:

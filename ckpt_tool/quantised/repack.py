@@ -47,7 +47,7 @@ class _Weight(NamedTuple):
     parts: Mapping[str, tuple[str, TensorKind]]
 
 
-def repacked(chosen: Chosen, job: Conversion) -> Chosen:
+def repack(chosen: Chosen, job: Conversion) -> Chosen:
     """`chosen` whose weights of GPTQ and AWQ are compressed-tensors'.
 
     Raises UsageError E1471 for what has no exact like there, also while reading; E1473 where there is nothing to
@@ -60,53 +60,61 @@ def repacked(chosen: Chosen, job: Conversion) -> Chosen:
     refuse_names(chosen, job, OPTION)
     config = model_config(chosen)
     rows = {row.tensor.key.name: row for row in chosen.stored if row.tensor.key.state == MODEL}
-    scheme, found = found_in(
-        {name: TensorKind(row.tensor.dtype, row.tensor.shape) for name, row in rows.items()}, config
-    )
+    kinds = {name: TensorKind(row.tensor.dtype, row.tensor.shape) for name, row in rows.items()}
+    scheme, found = found_in(kinds, config)
     _refuse_others(scheme, found)
     refuse_misfits(found)
-    made = [
-        _laid_out(
-            weight, rows, symmetric=scheme is not None and scheme.symmetric_in(weight.made.removesuffix(".weight"))
-        )
-        for weight in found.weights.values()
-    ]
-    recipes = [
-        recipe
-        for each in made
-        for recipe in _recipes(each, {name: chosen.input(rows[name]) for name in each.weight.names})
-    ]
-    kinds = {each.weight.made: each.parts for each in made}
+
+    planned: list[_Weight] = []
+    recipes: list[Recipe] = []
+    for weight in found.weights.values():
+        is_symmetric = scheme is not None and scheme.symmetric_in(weight.made.removesuffix(".weight"))
+        plan = _plan_weight(weight, rows, symmetric=is_symmetric)
+        planned.append(plan)
+        recipes += _recipes(plan, {name: chosen.input(rows[name]) for name in weight.names})
+
+    # The config of the output, and a look with it at what will be written: is every weight found again?
+    parts_by_weight = {plan.weight.made: plan.parts for plan in planned}
     shapes = {name: row.tensor.shape for name, row in rows.items() if name not in found.names}
-    stated = packed_config({each.weight.made: each.packing for each in made}, modules_that_stay(shapes, taken=kinds))
-    check_found(kinds, stated, OPTION)
-    out = with_computed(
-        replace(chosen, stored=tuple(_in_places(chosen.stored, made))),
+    packings = {plan.weight.made: plan.packing for plan in planned}
+    new_config = packed_config(packings, modules_that_stay(shapes, taken=parts_by_weight))
+    check_found(parts_by_weight, new_config, OPTION)
+
+    converted = with_computed(
+        replace(chosen, stored=tuple(_replace_weights(chosen.stored, planned))),
         recipes,
         f"{chosen.sources[0].path} (repacked)",
         writing,
         option=OPTION,
         dtypes={},
-        notes=(f"{len(made)} weights are repacked as {writing.repack} stores them, the same values ({OPTION})",),
+        notes=(f"{len(planned)} weights are repacked as {writing.repack} stores them, the same values ({OPTION})",),
     )
-    flips = {TensorKey(name) for parts in kinds.values() for role, (name, _) in parts.items() if role != "shape"}
-    from ckpt_tool.quantised.floats import turned
+    from ckpt_tool.quantised.floats import transpose_view
 
-    gone = [rows[name].tensor for each in made for name in _left_out(each)]
+    # All parts but the shape are computed the other way round, and shown transposed.
+    transposed = {
+        TensorKey(name) for parts in parts_by_weight.values() for role, (name, _) in parts.items() if role != "shape"
+    }
+    stored = [
+        row._replace(tensor=transpose_view(row.tensor)) if row.tensor.key in transposed else row
+        for row in converted.stored
+    ]
+    new_names: dict[str, tuple[str, ...]] = {}
+    for plan in planned:
+        part_names = tuple(name for name, _ in plan.parts.values())
+        new_names |= dict.fromkeys(plan.weight.names, part_names)
+    unwritten = [rows[name].tensor for plan in planned for name in _list_unwritten(plan)]
     return replace(
-        out,
-        stored=tuple(row._replace(tensor=turned(row.tensor)) if row.tensor.key in flips else row for row in out.stored),
-        casts={**out.casts, **{recipe.key: recipe.dtype for recipe in recipes}},
-        names={
-            **out.names,
-            **{name: tuple(new for new, _ in each.parts.values()) for each in made for name in each.weight.names},
-        },
-        untrue=(*out.untrue, *CONFIG_KEYS),
-        stale=(*out.stale, *QUANTISER_FILES),
-        stated={**out.stated, **stated},
+        converted,
+        stored=tuple(stored),
+        casts={**converted.casts, **{recipe.key: recipe.dtype for recipe in recipes}},
+        names={**converted.names, **new_names},
+        untrue=(*converted.untrue, *CONFIG_KEYS),
+        stale=(*converted.stale, *QUANTISER_FILES),
+        stated={**converted.stated, **new_config},
         dropped=(
-            *out.dropped,
-            *left_behind(gone, f"{OPTION}: groups are in the order of the inputs, zero points the middle"),
+            *converted.dropped,
+            *left_behind(unwritten, f"{OPTION}: groups are in the order of the inputs, zero points the middle"),
         ),
     )
 
@@ -131,7 +139,7 @@ def _refuse_others(scheme: DeclaredScheme | None, found: FoundWeights) -> None:
         )
 
 
-def _laid_out(weight: Quantised, rows: Mapping[str, Stored], *, symmetric: bool) -> _Weight:
+def _plan_weight(weight: Quantised, rows: Mapping[str, Stored], *, symmetric: bool) -> _Weight:
     """What a weight becomes. Raises UsageError E1471 where its groups have no like."""
     inputs, _ = weight.shape
     scales = rows[weight.parts["scale"]].tensor
@@ -147,51 +155,51 @@ def _laid_out(weight: Quantised, rows: Mapping[str, Stored], *, symmetric: bool)
     return _Weight(weight, packing, packed_parts(packing, weight.made, weight.floats, scales.dtype))
 
 
-def _recipes(each: _Weight, of: Mapping[str, Input]) -> Iterator[Recipe]:
+def _recipes(planned: _Weight, inputs_by_name: Mapping[str, Input]) -> Iterator[Recipe]:
     """How the tensors of a weight are made. of: its tensors by name."""
     from ckpt_tool.quantised.repacked import Packed, RepackedScales, Shape, ZeroPoints
 
-    weight, (outputs, inputs) = each.weight, each.weight.floats
+    weight, (outputs, inputs) = planned.weight, planned.weight.floats
     parts = weight.parts
     bits = weight.bits
     order = weight.order
 
     def own(role: str) -> tuple[TensorKey, tuple[int, ...]]:
-        name, kind = each.parts[role]
+        name, kind = planned.parts[role]
         return TensorKey(name), tuple(reversed(kind.shape))  # shown turned
 
-    text = f"repacked {order} {bits} {each.packing}"
-    codes = of[weight.lead]
-    scales = [of[parts["scale"]]]
+    text = f"repacked {order} {bits} {planned.packing}"
+    codes = inputs_by_name[weight.lead]
+    scales = [inputs_by_name[parts["scale"]]]
     yield Packed(*own("codes"), (codes,), text, bits, order)
     checks: dict[str, int] = {}
-    for role, is_checked in (("g_idx", "g_idx" in parts), ("zero_point", each.packing.symmetric)):
+    for role, is_checked in (("g_idx", "g_idx" in parts), ("zero_point", planned.packing.symmetric)):
         if is_checked:
             checks[role] = len(scales)
-            scales.append(of[parts[role]])
+            scales.append(inputs_by_name[parts[role]])
     yield RepackedScales(
         *own("scale"),
         tuple(scales),
         text,
         bits,
         order,
-        each.packing.group,
+        planned.packing.group,
         checks.get("g_idx"),
         checks.get("zero_point"),
     )
-    if not each.packing.symmetric:
-        yield ZeroPoints(*own("zero_point"), (of[parts["zero_point"]],), text, bits, order)
-    yield Shape(TensorKey(each.parts["shape"][0]), (2,), (codes,), text, (outputs, inputs))
+    if not planned.packing.symmetric:
+        yield ZeroPoints(*own("zero_point"), (inputs_by_name[parts["zero_point"]],), text, bits, order)
+    yield Shape(TensorKey(planned.parts["shape"][0]), (2,), (codes,), text, (outputs, inputs))
 
 
-def _left_out(each: _Weight) -> Iterator[str]:
+def _list_unwritten(planned: _Weight) -> Iterator[str]:
     """Tensors of a weight that are not written: what they say is what compressed-tensors takes without them."""
-    for role, name in each.weight.parts.items():
-        if role == "g_idx" or (role == "zero_point" and each.packing.symmetric):
+    for role, name in planned.weight.parts.items():
+        if role == "g_idx" or (role == "zero_point" and planned.packing.symmetric):
             yield name
 
 
-def _in_places(stored: Sequence[Stored], made: Sequence[_Weight]) -> Iterator[Stored]:
+def _replace_weights(stored: Sequence[Stored], made: Sequence[_Weight]) -> Iterator[Stored]:
     """The tensors, with those that a weight becomes in the place of its codes."""
     leads = {each.weight.lead: each for each in made}
     parts = {name for each in made for name in each.weight.parts.values()}

@@ -47,22 +47,24 @@ class _ExactRectangles(ExactRecipe):
         item = self.dtype.bits // 8
         start = offset // item
         stop = ceil_div(offset + nbytes, item)
-        parts = [self._within(read, where).reshape(-1) for where in rectangles(start, stop, self.shape[1])]
-        found = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return np.ascontiguousarray(found).view(np.uint8)[offset - start * item :][:nbytes].data
+        parts = [
+            self._make_rectangle(read, rectangle).reshape(-1) for rectangle in rectangles(start, stop, self.shape[1])
+        ]
+        items = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return np.ascontiguousarray(items).view(np.uint8)[offset - start * item :][:nbytes].data
 
     @abstractmethod
-    def _within(self, read: Read, where: Rectangle) -> Array:
+    def _make_rectangle(self, read: Read, rectangle: Rectangle) -> Array:
         """The items of a rectangle of one row, or of whole rows."""
 
-    def _zeros(self, read: Read, number: int, where: Rectangle, wide: int) -> Words:
+    def _read_zeros(self, read: Read, number: int, rectangle: Rectangle, wide: int) -> Words:
         """Words of zero points, in the order of the outputs and as they are meant. wide: words of a row."""
-        each = 1 if 32 % self.bits == 0 else self.bits  # words that are whole codes
-        left = where.left // each * each
-        right = ceil_div(where.right, each) * each
-        words = _rectangle(read, number, where._replace(left=left, right=right), wide).view(np.uint32)
-        words = in_order(words) if self.order == "awq" else as_meant(words, self.bits, self.order)
-        return words[:, where.left - left : where.right - left]
+        words_at_once = 1 if 32 % self.bits == 0 else self.bits  # words that are whole codes
+        left = rectangle.left // words_at_once * words_at_once
+        right = ceil_div(rectangle.right, words_at_once) * words_at_once
+        words = _read_rectangle(read, number, rectangle._replace(left=left, right=right), wide).view(np.uint32)
+        words = order_nibbles(words) if self.order == "awq" else as_meant(words, self.bits, self.order)
+        return words[:, rectangle.left - left : rectangle.right - left]
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,17 +75,20 @@ class Packed(_ExactRectangles):
     def dtype(self) -> DType:
         return DTYPES["I32"]
 
-    def _within(self, read: Read, where: Rectangle) -> Array:
+    def _make_rectangle(self, read: Read, rectangle: Rectangle) -> Array:
         if self.order != "awq":
-            return _rectangle(read, 0, where, self.shape[1])
-        wide = self.shape[1] // 8
-        first = where.left // 8
-        last = ceil_div(where.right, 8)
-        rows = [(row * wide + first, row * wide + last) for row in range(8 * where.low, 8 * where.high)]
-        if last - first == wide:
+            return _read_rectangle(read, 0, rectangle, self.shape[1])
+        words_per_row = self.shape[1] // 8
+        first = rectangle.left // 8
+        last = ceil_div(rectangle.right, 8)
+        rows = [
+            (row * words_per_row + first, row * words_per_row + last)
+            for row in range(8 * rectangle.low, 8 * rectangle.high)
+        ]
+        if last - first == words_per_row:
             rows = [(rows[0][0], rows[-1][1])]
         words = np.concatenate([read(0, *row) for row in rows]).view(np.uint32).reshape(-1, 8, last - first)
-        return along_the_inputs(words)[:, where.left - 8 * first : where.right - 8 * first]
+        return pack_along_inputs(words)[:, rectangle.left - 8 * first : rectangle.right - 8 * first]
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,8 +99,8 @@ class ZeroPoints(_ExactRectangles):
     def dtype(self) -> DType:
         return DTYPES["I32"]
 
-    def _within(self, read: Read, where: Rectangle) -> Array:
-        return self._zeros(read, 0, where, self.shape[1])
+    def _make_rectangle(self, read: Read, rectangle: Rectangle) -> Array:
+        return self._read_zeros(read, 0, rectangle, self.shape[1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,27 +117,29 @@ class RepackedScales(_ExactRectangles):
     def dtype(self) -> DType:
         return self.inputs[0].tensor.dtype
 
-    def _within(self, read: Read, where: Rectangle) -> Array:
+    def _make_rectangle(self, read: Read, rectangle: Rectangle) -> Array:
         if self.g_idx is not None:
-            self._check_groups(read, self.g_idx, where)
+            self._check_groups(read, self.g_idx, rectangle)
         if self.zeros is not None:
-            self._check_zeros(read, self.zeros, where)
-        return _rectangle(read, 0, where, self.shape[1])
+            self._check_zeros(read, self.zeros, rectangle)
+        return _read_rectangle(read, 0, rectangle, self.shape[1])
 
-    def _check_groups(self, read: Read, number: int, where: Rectangle) -> None:
+    def _check_groups(self, read: Read, number: int, rectangle: Rectangle) -> None:
         """Raise UsageError E1471 for an input that is of another group than the one in which it lies."""
-        low = where.low * self.group
-        high = where.high * self.group
+        low = rectangle.low * self.group
+        high = rectangle.high * self.group
         wrong = np.flatnonzero(read(number, low, high) != np.arange(low, high) // self.group)
         if wrong.size:
-            raise in_the_order_of_activations(self.inputs[number].tensor.key.name, low + int(wrong[0]))
+            raise activation_order_error(self.inputs[number].tensor.key.name, low + int(wrong[0]))
 
-    def _check_zeros(self, read: Read, number: int, where: Rectangle) -> None:
+    def _check_zeros(self, read: Read, number: int, rectangle: Rectangle) -> None:
         """Raise InconsistentCheckpoint E1472 for a zero point that is not the middle."""
-        each = 32 // self.bits if 32 % self.bits == 0 else 32  # columns that are whole words
-        step = each * self.bits // 32
-        part = where._replace(left=where.left // each * step, right=ceil_div(where.right, each) * step)
-        words = self._zeros(read, number, part, self.shape[1] * self.bits // 32)
+        columns_at_once = 32 // self.bits if 32 % self.bits == 0 else 32  # columns that are whole words
+        step = columns_at_once * self.bits // 32
+        part = rectangle._replace(
+            left=rectangle.left // columns_at_once * step, right=ceil_div(rectangle.right, columns_at_once) * step
+        )
+        words = self._read_zeros(read, number, part, self.shape[1] * self.bits // 32)
         if (words.reshape(-1, step) != middle(self.bits)).any():
             raise InconsistentCheckpoint(
                 f"a zero point is not {1 << (self.bits - 1)}, and the config says `sym: true`",
@@ -157,32 +164,32 @@ class Shape(ExactRecipe):
         return np.array(self.stated, "<i8").view(np.uint8)[offset : offset + nbytes].data
 
 
-def _rectangle(read: Read, number: int, where: Rectangle, columns: int) -> Array:
+def _read_rectangle(read: Read, number: int, rectangle: Rectangle, columns: int) -> Array:
     """A rectangle of an input, of one row or of whole ones."""
-    first = where.low * columns + where.left
-    last = (where.high - 1) * columns + where.right
-    return read(number, first, last).reshape(where.high - where.low, -1)
+    first = rectangle.low * columns + rectangle.left
+    last = (rectangle.high - 1) * columns + rectangle.right
+    return read(number, first, last).reshape(rectangle.high - rectangle.low, -1)
 
 
-def in_order(words: Words) -> Words:
+def order_nibbles(words: Words) -> Words:
     """AWQ's words with their nibbles in the order of the columns, the first one lowest."""
-    found = np.zeros_like(words)
+    ordered = np.zeros_like(words)
     for place, column in enumerate(AWQ_ORDER):
-        found |= (words >> np.uint32(4 * place) & np.uint32(15)) << np.uint32(4 * column)
-    return found
+        ordered |= (words >> np.uint32(4 * place) & np.uint32(15)) << np.uint32(4 * column)
+    return ordered
 
 
-def along_the_inputs(words: Words) -> Words:
+def pack_along_inputs(words: Words) -> Words:
     """AWQ's codes as words along the inputs: (n, 8, w), eight inputs each, of which each word has eight outputs, as
     (n, 8 w) words of eight inputs of an output."""
-    found = np.zeros((len(words), words.shape[2], 8), np.uint32)
+    packed = np.zeros((len(words), words.shape[2], 8), np.uint32)
     for place, column in enumerate(AWQ_ORDER):
-        for each in range(8):
-            found[:, :, column] |= (words[:, each] >> np.uint32(4 * place) & np.uint32(15)) << np.uint32(4 * each)
-    return found.reshape(len(words), -1)
+        for number in range(8):
+            packed[:, :, column] |= (words[:, number] >> np.uint32(4 * place) & np.uint32(15)) << np.uint32(4 * number)
+    return packed.reshape(len(words), -1)
 
 
-def in_the_order_of_activations(name: str, at: int) -> UsageError:
+def activation_order_error(name: str, at: int) -> UsageError:
     return UsageError(
         f"{name}: input {at} is not in the group in which it is stored (`desc_act`), and compressed-tensors 0.20 has "
         "groups of neighbours alone",

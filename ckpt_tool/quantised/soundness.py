@@ -39,7 +39,7 @@ def faults_of(opened: Opened, config: Mapping[str, Any] | None, *, values: bool 
     more = (*header_faults(opened.catalog.extras, found, kinds), *misshapen(found, kinds, config, shapes))
     faults = [_as_error(fault) for fault in (*found.faults, *more)]
     if values and not faults:
-        faults += _of_values(opened, found, state)
+        faults += _find_value_faults(opened, found, state)
     return faults
 
 
@@ -48,7 +48,7 @@ def _as_error(fault: WeightFault) -> CkptError:
     return kind(f"{fault.name}: {fault.what}", code=LACKING if fault.lacking else MISFIT, key=fault.name)
 
 
-def _of_values(opened: Opened, found: FoundWeights, state: str) -> list[CkptError]:
+def _find_value_faults(opened: Opened, found: FoundWeights, state: str) -> list[CkptError]:
     """What the values of small parts contradict: a recipe of each weight is made, and none is carried out."""
     from ckpt_tool.quantised.floats import recipe
     from ckpt_tool.run.computed import Input

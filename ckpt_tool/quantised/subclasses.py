@@ -25,7 +25,7 @@ _COMMON = "metadata"
 _BY_FILE = "metadata_by_file"
 
 
-def with_stated(chosen: Chosen, job: Conversion) -> Chosen:
+def carry_headers(chosen: Chosen, job: Conversion) -> Chosen:
     """`chosen` with what its files state of torchao's tensors. Raises Incomplete E1460 for weights of which a part is
     not there; UsageError E1474 for weights of which nothing is stated."""
     stated = stated_in(_headers(chosen.sources[0].catalog.extras))
@@ -63,13 +63,13 @@ def header_faults(
         block = block_in(stated.get(weight.made, ""))
         if block is None or len(weight.shape) != 2:
             continue
-        wanted = WantedParts(block=block)
-        is_divided = all(size % each == 0 for size, each in zip(weight.shape, block, strict=True))
+        wanted_parts = WantedParts(block=block)
+        is_divided = all(size % step == 0 for size, step in zip(weight.shape, block, strict=True))
         if not is_divided:
             what = f"codes of shape {list(weight.shape)} in blocks of {list(block)}, as the header states"
             yield WeightFault(weight.lead, what, lacking=False)
         else:
-            yield from unlike(weight, wanted, tensors)
+            yield from unlike(weight, wanted_parts, tensors)
 
 
 def refuse_lacking(lacking: Sequence[str]) -> None:
@@ -91,16 +91,16 @@ def _headers(extras: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{**common, **each} for each in by_file or [{}]]
 
 
-def _without(extras: Mapping[str, Any], gone: Collection[str]) -> dict[str, Any]:
+def _without(extras: Mapping[str, Any], dropped_keys: Collection[str]) -> dict[str, Any]:
     """The extras less these keys of headers, and less what holds nothing then."""
-    rest = {key: value for key, value in extras.items() if key not in (_COMMON, _BY_FILE)}
-    common = {key: value for key, value in _mapping(extras.get(_COMMON)).items() if key not in gone}
-    by_file = {
-        path: kept
-        for path, each in _mapping(extras.get(_BY_FILE)).items()
-        if (kept := {key: value for key, value in _mapping(each).items() if key not in gone})
-    }
-    return {**rest, **({_COMMON: common} if common else {}), **({_BY_FILE: by_file} if by_file else {})}
+    other_extras = {key: value for key, value in extras.items() if key not in (_COMMON, _BY_FILE)}
+    common = {key: value for key, value in _mapping(extras.get(_COMMON)).items() if key not in dropped_keys}
+    by_file = {}
+    for path, header in _mapping(extras.get(_BY_FILE)).items():
+        kept_keys = {key: value for key, value in _mapping(header).items() if key not in dropped_keys}
+        if kept_keys:
+            by_file[path] = kept_keys
+    return {**other_extras, **({_COMMON: common} if common else {}), **({_BY_FILE: by_file} if by_file else {})}
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

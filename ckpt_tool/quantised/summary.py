@@ -35,27 +35,27 @@ def summary(opened: Opened, reading: Reading, listed: Collection[str] | None) ->
     found = found_by(scheme, kinds)
     if scheme is None and not found.weights:
         return None
-    shown = [weight for weight in found.weights.values() if tensors.count(weight.lead)]
+    listed_weights = [weight for weight in found.weights.values() if tensors.count(weight.lead)]
     parts = [name for weight in found.weights.values() for name in weight.parts.values()]
-    parameters = sum(tensors.count(weight.lead) * prod(weight.shape) for weight in shown)
-    stored, nbytes = _sizes((weight.lead for weight in shown), kinds, tensors)
-    scales, more = _sizes(parts, kinds, tensors)
-    out: dict[str, Any] = {
+    parameters = sum(tensors.count(weight.lead) * prod(weight.shape) for weight in listed_weights)
+    stored, nbytes = _sizes((weight.lead for weight in listed_weights), kinds, tensors)
+    scales, scale_bytes = _sizes(parts, kinds, tensors)
+    document: dict[str, Any] = {
         "scheme": scheme.scheme if scheme is not None else _scheme_of(kinds, found),
-        "weights": sum(tensors.count(weight.lead) for weight in shown),
+        "weights": sum(tensors.count(weight.lead) for weight in listed_weights),
         "parameters": parameters,
-        "bytes": nbytes + more,
-        "blocks": sorted({tuple(weight.block) for weight in shown})[:8],
-        "bits": sorted({weight.bits for weight in shown}),
+        "bytes": nbytes + scale_bytes,
+        "blocks": sorted({tuple(weight.block) for weight in listed_weights})[:8],
+        "bits": sorted({weight.bits for weight in listed_weights}),
         "dequantizes": scheme is None or scheme.known,
     }
     if scheme is not None and not scheme.known:
-        out["why"] = scheme.why
+        document["why"] = scheme.why
     if found.faults:
-        every = found_by(scheme, tensors.like(fault.name for fault in found.faults))
-        out["faults"] = [f"{fault.name}: {fault.what}" for fault in every.faults[:20]]
-    out["more_parameters"] = parameters - stored - scales - _sizes(found.beside, kinds, tensors)[0]
-    return out
+        all_found = found_by(scheme, tensors.like(fault.name for fault in found.faults))
+        document["faults"] = [f"{fault.name}: {fault.what}" for fault in all_found.faults[:20]]
+    document["more_parameters"] = parameters - stored - scales - _sizes(found.beside, kinds, tensors)[0]
+    return document
 
 
 def config_of(opened: Opened, reading: Reading) -> Mapping[str, Any] | None:

@@ -25,7 +25,7 @@ import numpy as np
 from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, InconsistentCheckpoint, UsageError
-from ckpt_tool.quantised.codes import Floats, as_floats, of_bytes, rectangles
+from ckpt_tool.quantised.codes import Floats, as_floats, list_byte_values, rectangles
 from ckpt_tool.run.compute import looked_up
 from ckpt_tool.run.computed import Input, Read, Recipe
 from ckpt_tool.storage.texts.strict_json import parse
@@ -51,29 +51,29 @@ class Tabled(Recipe):
     def values(self, read: Read, start: int, stop: int) -> Floats:
         item = self.inputs[0].tensor.dtype.bits // 8
         first = start // 2 // item
-        stored = read(0, first, -(-stop // 2 // item)).view(np.uint8)
+        stored = read(0, first, ceil_div(ceil_div(stop, 2), item)).view(np.uint8)
         codes = np.stack([stored >> 4, stored & 15], axis=1).reshape(-1)[start - 2 * first * item :][: stop - start]
         low = start // self.block
         high = ceil_div(stop, self.block)
-        scales = np.repeat(self._scales(read, low, high), self.block)[start - low * self.block :][: stop - start]
+        scales = np.repeat(self._read_scales(read, low, high), self.block)[start - low * self.block :][: stop - start]
         table = read(2, 0, 16).copy()
         if self.signed:
             table[8] = -abs(table[8])
         with np.errstate(all="ignore"):  # what overflows is infinite, as it is for bitsandbytes
-            found: Floats = table[codes] * scales
-            return found
+            values: Floats = table[codes] * scales
+            return values
 
-    def _scales(self, read: Read, low: int, high: int) -> Floats:
+    def _read_scales(self, read: Read, low: int, high: int) -> Floats:
         stored = read(1, low, high)
         if not self.nested[0]:
             return as_floats(stored, self.inputs[1].tensor.dtype, self.inputs[1].tensor.key.name)
         first = low // self.nested[0]
         last = ceil_div(high, self.nested[0])
-        above = self.inputs[3].tensor
-        upper = np.repeat(as_floats(read(3, first, last), above.dtype, above.key.name), self.nested[0])
+        nested_absmax = self.inputs[3].tensor
+        upper = np.repeat(as_floats(read(3, first, last), nested_absmax.dtype, nested_absmax.key.name), self.nested[0])
         with np.errstate(all="ignore"):
-            found: Floats = read(4, 0, 256)[stored] * upper[low - first * self.nested[0] :][: high - low]
-            return found + np.float32(self.nested[1])
+            scales: Floats = read(4, 0, 256)[stored] * upper[low - first * self.nested[0] :][: high - low]
+            return scales + np.float32(self.nested[1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,17 +83,17 @@ class Bytes127(Recipe):
     def values(self, read: Read, start: int, stop: int) -> Floats:
         codes = self.inputs[0].tensor
         scales = self.inputs[1].tensor
-        values = looked_up(of_bytes(codes.dtype), read(0, start, stop).view(np.uint8))
-        for where in rectangles(start, stop, self.shape[1]):
-            first = where.low * self.shape[1] + where.left
-            last = (where.high - 1) * self.shape[1] + where.right
-            rows = values[first - start : last - start].reshape(where.high - where.low, -1)
-            rows *= as_floats(read(1, where.low, where.high), scales.dtype, scales.key.name)[:, None]
+        values = looked_up(list_byte_values(codes.dtype), read(0, start, stop).view(np.uint8))
+        for rectangle in rectangles(start, stop, self.shape[1]):
+            first = rectangle.low * self.shape[1] + rectangle.left
+            last = (rectangle.high - 1) * self.shape[1] + rectangle.right
+            rows = values[first - start : last - start].reshape(rectangle.high - rectangle.low, -1)
+            rows *= as_floats(read(1, rectangle.low, rectangle.high), scales.dtype, scales.key.name)[:, None]
         values *= _OF_127
         return values
 
 
-def bytes_127(weight: Quantised, key: TensorKey, of: Mapping[str, Input], numbers: Numbers) -> Bytes127:
+def make_bytes_127_recipe(weight: Quantised, key: TensorKey, of: Mapping[str, Input], numbers: Numbers) -> Bytes127:
     """How a weight of 8 bits is made. Raises UsageError E1464 for one in an order of its own."""
     order = weight.parts.get("weight_format")
     if order is not None and [*numbers(of[order])] != [0]:
@@ -107,7 +107,7 @@ def bytes_127(weight: Quantised, key: TensorKey, of: Mapping[str, Input], number
     return Bytes127(key, weight.shape, inputs, f"dequantised bitsandbytes int8 {weight.shape}")
 
 
-def tabled(weight: Quantised, key: TensorKey, of: Mapping[str, Input], numbers: Numbers) -> Tabled:
+def make_tabled_recipe(weight: Quantised, key: TensorKey, of: Mapping[str, Input], numbers: Numbers) -> Tabled:
     """How a weight of 4 bits is made, of the shape that its state says. Raises InconsistentCheckpoint E1462 for a state
     that does not say what it has to, or says what does not fit."""
     name = weight.parts["state"]
@@ -121,15 +121,17 @@ def tabled(weight: Quantised, key: TensorKey, of: Mapping[str, Input], numbers: 
     inputs = [of[weight.lead], of[weight.parts["scale"]], of[weight.parts["quant_map"]]]
     nested = (0, 0.0)
     if "nested_absmax" in weight.parts:
-        above = of[weight.parts["nested_absmax"]]
+        nested_absmax = of[weight.parts["nested_absmax"]]
         offset = state.get("nested_offset")
-        (each,) = _sizes(name, [state.get("nested_blocksize")])
-        if ceil_div(scales.numel, each) != above.tensor.numel:
-            raise _fault(name, f"{above.tensor.numel} scales of {scales.numel} scales in blocks of {each}")
+        (nested_block,) = _sizes(name, [state.get("nested_blocksize")])
+        if ceil_div(scales.numel, nested_block) != nested_absmax.tensor.numel:
+            raise _fault(
+                name, f"{nested_absmax.tensor.numel} scales of {scales.numel} scales in blocks of {nested_block}"
+            )
         if not isinstance(offset, float):
             raise _fault(name, f"nested_offset is {offset}")
-        inputs += [above, of[weight.parts["nested_quant_map"]]]
-        nested = each, offset
+        inputs += [nested_absmax, of[weight.parts["nested_quant_map"]]]
+        nested = nested_block, offset
     signed = name.endswith("fp4") and has_negative_zero(shape, block)
     text = f"dequantised bitsandbytes 4 {block} {signed} {nested} {shape}"
     return Tabled(key, shape, tuple(inputs), text, block, signed, nested)

@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.options.reading import Reading
-from ckpt_tool.quantised.codes import of_bytes, rectangles, unpacked
+from ckpt_tool.quantised.codes import list_byte_values, rectangles, unpack_codes
 from ckpt_tool.quantised.dequantize import small_numbers
-from ckpt_tool.quantised.floats import recipe, turned
+from ckpt_tool.quantised.floats import recipe, transpose_view
 from ckpt_tool.quantised.kept_whole import found_in, model_kinds
 from ckpt_tool.run.compute import cast
 from ckpt_tool.run.computed import ComputedTree, Input
@@ -45,7 +45,7 @@ def floats_of(file: Path, config: dict[str, Any] | None = None) -> tuple[Compute
     ]
     tree = ComputedTree("floats", recipes)
     flips = {weight.made for weight in found.weights.values() if weight.codes == "turned nibbles"}
-    seen = {t.key.name: turned(t) if t.key.name in flips else t for t in tree.tensors}
+    seen = {t.key.name: transpose_view(t) if t.key.name in flips else t for t in tree.tensors}
     return tree, seen
 
 
@@ -105,7 +105,7 @@ def test_every_half_byte_with_every_power_of_two(tmp_path: Path) -> None:
 def test_the_table_of_powers_is_that_of_torch() -> None:
     every = torch.arange(256, dtype=torch.uint8)
     for dtype in (DTYPES["F8_E8M0"], DTYPES["U8"]):
-        same(of_bytes(dtype), every.view(torch.float8_e8m0fnu).float())
+        same(list_byte_values(dtype), every.view(torch.float8_e8m0fnu).float())
 
 
 def deepseek(codes: torch.Tensor, scales: torch.Tensor, block: int) -> torch.Tensor:
@@ -186,7 +186,7 @@ def test_codes_of_any_width(bits: int, count: int, data: st.DataObject) -> None:
     words = -(-count * bits // 32)
     line = sum(value << (k * bits) for k, value in enumerate(values)).to_bytes(4 * words, "little")
     first = data.draw(st.integers(0, count - 1))
-    found = unpacked(np.frombuffer(line, np.uint8).reshape(1, -1), bits, first * bits, count - first)
+    found = unpack_codes(np.frombuffer(line, np.uint8).reshape(1, -1), bits, first * bits, count - first)
     assert found[0].tolist() == [value - (1 << (bits - 1)) for value in values[first:]]
 
 

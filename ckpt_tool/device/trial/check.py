@@ -34,7 +34,7 @@ from ckpt_tool.device.quantising import FLOATS as FLOATS_TO_QUANTISE
 from ckpt_tool.device.quantising import FloatBox, pack_floats
 from ckpt_tool.errors import StorageError
 from ckpt_tool.quantised import nearest
-from ckpt_tool.quantised.codes import of_bytes
+from ckpt_tool.quantised.codes import list_byte_values
 from ckpt_tool.run import compute
 from ckpt_tool.run.compare import Worst, differ
 from ckpt_tool.run.digest import LEAF
@@ -278,7 +278,7 @@ def _codes(rng: np.random.Generator, codes: DType, numel: int) -> Bytes:
 
 def _decoded(stored: Bytes, codes: DType) -> npt.NDArray[np.float32]:
     if codes.bits == 8:
-        return of_bytes(codes)[stored]
+        return list_byte_values(codes)[stored]
     table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
     return table[np.stack([stored & 15, stored >> 4], 1).reshape(-1)]
 
@@ -357,7 +357,7 @@ def by_cpu(
             with np.errstate(over="ignore"):  # in the error figures, which nobody asks for here
                 codes.append(np.empty(len(band.line), np.uint8))
                 nearest.codes_of(band, nearest.ValuePlace(columns, 0, width), divisors, scheme, codes[-1])
-    found = nearest.packed(np.concatenate(codes), scheme)
+    found = nearest.pack_codes(np.concatenate(codes), scheme)
     return QuantisedCheck(
         found,
         np.concatenate(scales).reshape(matrices, ceil_div(rows, high), -1),
