@@ -131,7 +131,9 @@ def _verify_rest(
     if damaged.opened is not None:
         document = _verify_opened(damaged.opened, damaged.faults, reading, wanted, sealed, on, progress)
         if damaged.unjudged:
-            document["notes"].append(f"{damaged.unjudged} tensors with a part in what is damaged were not judged")
+            document["notes"].append(
+                f"tensors that were not judged, because a part of them is in what is damaged: {damaged.unjudged}"
+            )
     else:
         document = _verify_checksums(damaged, wanted, sealed)
     if damaged.refused is not None:

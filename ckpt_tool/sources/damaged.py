@@ -147,15 +147,22 @@ def _attempt(
 
 
 def _without_torn(opened: Opened, parts: MissingParts) -> tuple[Opened, int]:
-    """(the same without the tensors that lack a part, how many those are)."""
+    """(the same without the hidden files and the tensors that lack a part, how many those are)."""
     catalog = opened.catalog
+    hidden = {path for path in catalog.files if opened.tree.display(path) in opened.tree.hidden}
     torn = {fault.key for fault in faults_of(catalog.tensors.values(), catalog.indexes)}
     torn |= {str(key) for key in parts.tensors}
+    if hidden:  # an index may say where everything is, so that its reader opens no file
+        for key, tensor in catalog.tensors.items():
+            if any(chunk.array.path in hidden for chunk in tensor.chunks):
+                torn.add(str(key))
     kept = catalog.tensors
     if torn:
         kept = {key: tensor for key, tensor in catalog.tensors.items() if str(key) not in torn}
     unread = tuple(one for one in catalog.unread if one.fault is None or not is_damage_of_bytes(one.fault))
     notes = tuple(note for note in catalog.notes if note.code not in CONSEQUENCES)
     unjudged = len(torn) + len(catalog.unread) - len(unread)
-    rest = replace(catalog, tensors=kept, unread=unread, notes=notes)
+    files = tuple(path for path in catalog.files if path not in hidden)
+    digests = {key: digest for key, digest in catalog.digests.items() if str(key) not in torn}
+    rest = replace(catalog, tensors=kept, unread=unread, notes=notes, files=files, digests=digests)
     return opened._replace(catalog=rest), unjudged

@@ -115,6 +115,31 @@ def test_a_damaged_item_of_a_dcp_leaves_the_rest_judged(tmp_path: Path, capsys: 
     assert "dp 2" in capsys.readouterr().out
 
 
+def test_a_damaged_header_of_a_sharded_rank_leaves_the_other_ranks_judged(tmp_path: Path) -> None:
+    """The index says where everything is, so that no header is read to open it: the file is damaged, not missing."""
+    folder = tmp_path / "model"
+    shutil.copytree(FIXTURES / "sharded" / "llama_tp4_pp2", folder)
+    sound = ckpt.verify(folder)
+    flip(folder / "model.tp03_pp01.safetensors", 9)
+
+    document = ckpt.verify(folder)
+    (found,) = document["findings"]
+    assert Path(found["file"] or "").name == "model.tp03_pp01.safetensors"
+    assert found["rank"] == "tp 3, pp 1" and found["message"].startswith("want a key in quotes")
+    left_out = set(sound["digests"]["model"]) - set(document["digests"]["model"])
+    assert left_out and all("layers.0." not in name for name in left_out)  # those of the other stage are judged
+    assert f"in what is damaged: {len(left_out)}" in " ".join(document["notes"])
+
+
+def test_the_rank_of_a_file_of_fsdp_is_that_of_its_name(tmp_path: Path) -> None:
+    folder = tmp_path / "actor"
+    shutil.copytree(FIXTURES / "torch" / "ranks_fsdp2_dp4", folder)
+    file = folder / "model_world_size_4_rank_3.pt"
+    flip(file, 216)
+    (found,) = ckpt.verify(folder)["findings"]
+    assert (found["code"], found["rank"], found["offset"]) == ("E0347", "rank 3", 128)
+
+
 def test_two_damaged_ranks_are_both_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Zips that contradict themselves: the exit code is that of an attack, and the result is shown all the same."""
     folder = tmp_path / "step"

@@ -68,6 +68,12 @@ class TorchRankFile(NamedTuple):
     rank: int | None  # whose it is, None where nothing says so
 
 
+def rank_named(path: str) -> int | None:
+    """The rank whose own file it is by its name (`optim_world_size_4_rank_2.pt`), None for any other file."""
+    match = _OF_RANK.fullmatch(path.rpartition("/")[2])
+    return int(match[3]) if match is not None else None
+
+
 @dataclass(frozen=True, slots=True)
 class ChosenFiles:
     """why: in words. files: in order; empty where the index tells. index: its path. ranks: a file a rank."""

@@ -120,6 +120,11 @@ class _Torch:
         unread = torch_choice.beside_notes(tree, catalog.files) if tree.single is None else ()
         return replace(catalog, notes=(*catalog.notes, *unread)) if unread else catalog
 
+    def rank_of(self, path: str, mesh: Mapping[str, int]) -> Mapping[str, int] | None:
+        """The number in the name of a rank's own file."""
+        rank = torch_choice.rank_named(path)
+        return {"rank": rank} if rank is not None else None
+
     def target(self, wanted: Wanted, layout: Layout) -> Target:
         """One file, or Hugging Face's layout for a model alone."""
         return _target(wanted)
