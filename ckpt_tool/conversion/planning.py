@@ -224,5 +224,5 @@ def peak_memory(writing: Writing, *, turned: bool, more: int = 0, paths: Sequenc
 def _turned(moves: Sequence[Move]) -> bool:
     """Is a source or an output transposed against its line? The outputs of one tensor are all alike."""
     if isinstance(moves, LaterMoves):
-        return moves.turned
+        return moves.has_transposed
     return any(map(is_transposed, (region for move in moves for region in (*move.sources, *move.outputs[:1]))))

@@ -75,21 +75,28 @@ def apply_mapping(rows: Sequence[Stored], mapped: Mapped, otherwise: Set[str] = 
     by_name: dict[str, dict[str, Stored]] = {}
     for row in rows:
         by_name.setdefault(row.tensor.key.name, {})[row.tensor.key.state] = row
+
     used: dict[str, list[str]] = {}
     stored: list[Stored] = []
     renewed: set[TensorKey] = set()
     faults: list[tuple[TensorKey, str]] = []
-    for made in mapped.made:
-        parts = _parts(made, shapes)
+
+    for made_tensor in mapped.made:
+        parts = _parts(made_tensor, shapes)
         sources = list(dict.fromkeys([piece.src.name for piece in parts]))
         for name in sources:
-            used.setdefault(name, []).append(made.name)
-        for key, found in _states(made, parts, sources, by_name, shapes, faults):
-            if key.state in otherwise and found.tensor.numel != 1:
+            used.setdefault(name, []).append(made_tensor.name)
+        for key, state_row in _states(made_tensor, parts, sources, by_name, shapes, faults):
+            if key.state in otherwise and state_row.tensor.numel != 1:
                 faults.append((key, f"{key.state} does not have the shape of every parameter that has it"))
-            stored.append(found)
-            if not (len(parts) == 1 and parts[0].src.name == made.name and found is by_name[made.name][key.state]):
+            stored.append(state_row)
+            if not (
+                len(parts) == 1
+                and parts[0].src.name == made_tensor.name
+                and state_row is by_name[made_tensor.name][key.state]
+            ):
                 renewed.add(key)
+
     if faults:
         (key, fault), states = faults[0], dict.fromkeys(key.state for key, _ in faults)
         raise InconsistentCheckpoint(
@@ -100,10 +107,13 @@ def apply_mapping(rows: Sequence[Stored], mapped: Mapped, otherwise: Set[str] = 
             hint=f"leave out what has no place with --drop {','.join(states)}, or keep the source's names with "
             "--dialect keep",
         )
+
+    # Tensors that no rule uses and that are not dropped stay under their names.
     dropped = set(mapped.dropped)
-    kept = [name for name in by_name if name not in used and name not in dropped]
-    taken = {row.tensor.key.name for row in stored}
-    clash = [name for name in kept if name in taken]
+    kept_names = [name for name in by_name if name not in used and name not in dropped]
+    taken_names = {row.tensor.key.name for row in stored}
+    clash = [name for name in kept_names if name in taken_names]
+
     if clash:
         raise UsageError(
             f"the mapping makes {clash[0]} of another tensor, and the checkpoint has one of that name that "
@@ -113,9 +123,12 @@ def apply_mapping(rows: Sequence[Stored], mapped: Mapped, otherwise: Set[str] = 
             faults=clash[1:],
             hint="rename or drop it in the mapping",
         )
-    stored += [row for name in kept for row in by_name[name].values()]
-    gone = tuple(row.tensor for name in mapped.dropped for row in by_name.get(name, {}).values())
-    return Applied(tuple(stored), frozenset(renewed), tuple(kept), gone, {n: tuple(to) for n, to in used.items()})
+
+    stored += [row for name in kept_names for row in by_name[name].values()]
+    dropped_tensors = tuple(row.tensor for name in mapped.dropped for row in by_name.get(name, {}).values())
+    return Applied(
+        tuple(stored), frozenset(renewed), tuple(kept_names), dropped_tensors, {n: tuple(to) for n, to in used.items()}
+    )
 
 
 def _parts(made: Made, shapes: Mapping[str, Shape]) -> list[Piece]:
@@ -144,36 +157,43 @@ def _states(
     if len(sources) == 1 and all(row.tensor.shape == shapes[sources[0]] for row in by_name[sources[0]].values()):
         for state, (source, tensor) in by_name[sources[0]].items():
             key = TensorKey(made.name, state)
-            yield key, Stored(source, _made(key, made, pieces, {sources[0]: tensor}))
+            yield key, Stored(source, _make_tensor(key, made, pieces, {sources[0]: tensor}))
         return
     for state in dict.fromkeys(state for name in sources for state in by_name[name]):
         key = TensorKey(made.name, state)
         rows = [by_name[name].get(state) for name in sources]
-        held = [row for row in rows if row is not None]
-        if len(held) < len(rows):
+        present = [row for row in rows if row is not None]
+
+        if len(present) < len(rows):
             lacking = next(name for name, row in zip(sources, rows, strict=True) if row is None)
-            faults.append((key, f"{held[0].tensor.key.name} has {state}, {lacking} has none"))
+            faults.append((key, f"{present[0].tensor.key.name} has {state}, {lacking} has none"))
             continue
-        first = held[0]
-        if any(row.tensor.dtype != first.tensor.dtype or row.source != first.source for row in held):
-            other = next(row for row in held if row.tensor.dtype != first.tensor.dtype or row.source != first.source)
+
+        first_row = present[0]
+        if any(row.tensor.dtype != first_row.tensor.dtype or row.source != first_row.source for row in present):
+            other_row = next(
+                row for row in present if row.tensor.dtype != first_row.tensor.dtype or row.source != first_row.source
+            )
             faults.append(
                 (
                     key,
-                    f"{first.tensor.key.name} is {first.tensor.dtype.name},"
-                    f" {other.tensor.key.name} is {other.tensor.dtype.name}",
+                    f"{first_row.tensor.key.name} is {first_row.tensor.dtype.name},"
+                    f" {other_row.tensor.key.name} is {other_row.tensor.dtype.name}",
                 )
             )
             continue
-        if all(row.tensor.shape == shapes[row.tensor.key.name] for row in held):
+
+        if all(row.tensor.shape == shapes[row.tensor.key.name] for row in present):
             yield (
                 key,
-                first._replace(tensor=_made(key, made, pieces, {row.tensor.key.name: row.tensor for row in held})),
+                first_row._replace(
+                    tensor=_make_tensor(key, made, pieces, {row.tensor.key.name: row.tensor for row in present})
+                ),
             )
-        elif all(row.tensor.numel == 1 for row in held):
-            yield key, first._replace(tensor=_counter(key, [row.tensor for row in held]))
+        elif all(row.tensor.numel == 1 for row in present):
+            yield key, first_row._replace(tensor=_make_counter(key, [row.tensor for row in present]))
         else:
-            wrong = next(row.tensor for row in held if row.tensor.shape != shapes[row.tensor.key.name])
+            wrong = next(row.tensor for row in present if row.tensor.shape != shapes[row.tensor.key.name])
             faults.append(
                 (
                     key,
@@ -183,21 +203,24 @@ def _states(
             )
 
 
-def _counter(key: TensorKey, tensors: Sequence[LogicalTensor]) -> LogicalTensor:
+def _make_counter(key: TensorKey, tensors: Sequence[LogicalTensor]) -> LogicalTensor:
     """One number of several sources: they are replicas of one another, and compared as such."""
-    first = tensors[0]
-    if len(tensors) == 1 and first.key == key:
-        return first
-    same = [tensor for tensor in tensors if tensor.shape == first.shape]
+    first_tensor = tensors[0]
+    if len(tensors) == 1 and first_tensor.key == key:
+        return first_tensor
+    same = [tensor for tensor in tensors if tensor.shape == first_tensor.shape]
     chunks = [chunk._replace(replica=0) for tensor in same for chunk in tensor.chunks]
-    return LogicalTensor(key, first.shape, first.dtype, mark_replicas(chunks))
+    return LogicalTensor(key, first_tensor.shape, first_tensor.dtype, mark_replicas(chunks))
 
 
-def _made(key: TensorKey, made: Made, pieces: Sequence[Piece], sources: Mapping[str, LogicalTensor]) -> LogicalTensor:
+def _make_tensor(
+    key: TensorKey, made: Made, pieces: Sequence[Piece], sources: Mapping[str, LogicalTensor]
+) -> LogicalTensor:
     if len(pieces) == 1:
         (source,) = sources.values()
         if source.shape == made.shape and _is_whole(pieces[0], source):
             return source if source.key == key else source._replace(key=key, path=())
+
     tensor = next(iter(sources.values()))
     if tensor.dtype.bits < 8:
         raise UsageError(
@@ -206,6 +229,7 @@ def _made(key: TensorKey, made: Made, pieces: Sequence[Piece], sources: Mapping[
             key=key.name,
             hint="--dialect keep, or dequantise it first",
         )
+
     chunks: list[Chunk] = []
     for piece in pieces:
         if 0 not in piece.ext:
@@ -227,10 +251,10 @@ def _is_whole(piece: Piece, tensor: LogicalTensor) -> bool:
 
 def _mapped_chunks(piece: Piece, shape: Shape, chunk: Chunk, made: Shape) -> list[Chunk]:
     """What of `piece` lies in a stored chunk of its source, as chunks of the tensor of shape `made`."""
-    (ext, src, dst, _), (own, array, _, replica) = piece, chunk
+    (ext, src, dst, _), (stored_box, array, _, replica) = piece, chunk
     return [
         Chunk(box, array.view(offset, box.shape, strides), within, replica)
-        for box, within, offset, strides in _boxes(ext, src[1:], dst[1:], shape, own, *chunk.region(), made)
+        for box, within, offset, strides in _boxes(ext, src[1:], dst[1:], shape, stored_box, *chunk.region(), made)
     ]
 
 
@@ -256,32 +280,40 @@ def _spread(piece: Piece, shape: Shape) -> Iterator[tuple[Box, int, Shape]]:
     """A piece as boxes of its destination of `shape`, each with the place of its element 0 in the source and the step
     along each dim there. Axes that leave gaps in a dim, or steps that differ, are listed index by index."""
     for part in piece.along("dst", shape):
-        yield from _unrolled(part, shape)
+        yield from _unroll(part, shape)
 
 
-def _unrolled(piece: Piece, shape: Shape) -> Iterator[tuple[Box, int, Shape]]:
+def _unroll(piece: Piece, shape: Shape) -> Iterator[tuple[Box, int, Shape]]:
     steps = contiguous_strides(shape)
-    axes: list[list[tuple[int, int, int, int]]] = [
-        [] for _ in shape
-    ]  # by dim: (index stride, source stride, extent, axis)
-    for axis, (n, d, s) in enumerate(zip(piece.ext, piece.dst.strides, piece.src.strides, strict=True)):
-        dim = next(k for k, step in enumerate(steps) if shape[k] > 1 and d >= step)
-        axes[dim].append((d // steps[dim], s, n, axis))
+
+    # By dim of the destination: (index stride, source stride, extent, axis) of the piece's axes that run along it.
+    axes: list[list[tuple[int, int, int, int]]] = [[] for _ in shape]
+    for axis, (extent, index_stride, source_stride) in enumerate(
+        zip(piece.ext, piece.dst.strides, piece.src.strides, strict=True)
+    ):
+        dim = next(k for k, step in enumerate(steps) if shape[k] > 1 and index_stride >= step)
+        axes[dim].append((index_stride // steps[dim], source_stride, extent, axis))
+
     extents = [1] * len(shape)
     strides = list(contiguous_strides(shape))
-    for dim, found in enumerate(axes):
-        found.sort()
-        for index, (step, source, n, axis) in enumerate(found):
+    for dim, dim_axes in enumerate(axes):
+        dim_axes.sort()
+        for index, (step, source, extent, axis) in enumerate(dim_axes):
             if index == 0 and step == 1:
-                extents[dim], strides[dim] = n, source
+                extents[dim], strides[dim] = extent, source
             elif step == extents[dim] and index and source == strides[dim] * extents[dim]:
-                extents[dim] *= n
+                extents[dim] *= extent
             else:
-                yield from (box for k in range(n) for box in _unrolled(compact(narrow(piece, axis, k, k + 1)), shape))
+                # steps that no single stride describes: index by index
+                yield from (
+                    box for k in range(extent) for box in _unroll(compact(narrow(piece, axis, k, k + 1)), shape)
+                )
                 return
+
+    # What of the destination's offset falls to each dim.
     offset = []
-    rest = piece.dst.offset
+    remaining = piece.dst.offset
     for step in steps:
-        offset.append(rest // step)
-        rest %= step
+        offset.append(remaining // step)
+        remaining %= step
     yield Box(tuple(offset), tuple(extents)), piece.src.offset, tuple(strides)

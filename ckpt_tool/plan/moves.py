@@ -71,12 +71,14 @@ def move_of(
     tensor = row.tensor
     if tensor.shape != item.shape:
         raise InternalError(f"{item.key}: stored {tensor.shape}, wanted {item.shape}")
+
     chunks = [chunk for chunk in tensor.chunks if 0 not in chunk.box.shape]
     order = () if digested else _order_of(chunks, places, tensor.dtype.bits)
     reads = tuple(
         source_region(chunk, tensor.shape, file_number(row.source, chunk.array.path), order) for chunk in chunks
     )
     outputs = tuple(output_region(array, item, number, order) for number, array in places if 0 not in array.box.shape)
+
     size = max(1, tensor.dtype.bits // 8)
     numel = tensor.nbytes // size if tensor.dtype.bits < 8 else tensor.numel
     size_out = max(1, item.dtype.bits // 8)
@@ -101,29 +103,29 @@ def count_copies(moves: Sequence[Move]) -> int:
     if isinstance(moves, Moves):
         return moves.copies
     total = 0
-    known: dict[tuple[object, ...], int] = {}  # layers and experts repeat
+    known_pairs: dict[tuple[object, ...], int] = {}  # layers and experts repeat
     for move in moves:
         sources = [region for region in move.sources if region.replica == 0]
         if len(sources) == 1 or len(move.outputs) == 1:
             total += max(len(sources), len(move.outputs)) if sources and move.outputs else 0
             continue
         case = (move.line_shape, len(sources), *[(r.at, r.extents, r.steps) for r in (*sources, *move.outputs)])
-        if case not in known:
-            known[case] = _pairs_that_share(move, sources)
-        total += known[case]
+        if case not in known_pairs:
+            known_pairs[case] = _pairs_that_share(move, sources)
+        total += known_pairs[case]
     return total
 
 
 def _pairs_that_share(move: Move, sources: Sequence[Region]) -> int:
     """Pairs of a source and an output region with a common element: by their corners where both are boxes."""
-    ours = [(region, _corners(region, move)) for region in sources]
+    source_corners = [(region, _corners(region, move)) for region in sources]
     total = 0
     for output in move.outputs:
-        theirs = _corners(output, move)
+        output_corners = _corners(output, move)
         low, high = hull(output)
-        for source, mine in ours:
-            if mine and theirs:
-                total += all(a <= d and c <= b for (a, b), (c, d) in zip(mine, theirs, strict=True))
+        for source, corners in source_corners:
+            if corners and output_corners:
+                total += all(a <= d and c <= b for (a, b), (c, d) in zip(corners, output_corners, strict=True))
             else:
                 first, last = hull(source)
                 total += first < high and low < last and next(intersect(source, output), None) is not None
@@ -214,32 +216,35 @@ class LaterMoves(Moves):
 
     def check(self) -> None:
         """Raise what making any of the moves would raise."""
-        every = self._wanted.tensors
+        wanted = self._wanted.tensors
         stored = self._stored
-        apart = map(ne, map(_SHAPE, stored), map(_ITEM_SHAPE, every))
-        small = map(gt, repeat(8), map(min, map(_BITS, stored), map(_ITEM_BITS, every)))
-        for number in compress(range(len(stored)), map(or_, apart, small)):
+        differs_in_shape = map(ne, map(_SHAPE, stored), map(_ITEM_SHAPE, wanted))
+        has_bits = map(gt, repeat(8), map(min, map(_BITS, stored), map(_ITEM_BITS, wanted)))
+        for number in compress(range(len(stored)), map(or_, differs_in_shape, has_bits)):
             self._alike(number)
 
     @cached_property
-    def turned(self) -> bool:
+    def has_transposed(self) -> bool:
         """Does any source lie transposed against its line? Outputs are row-major where moves are made when looked
         at."""
-        falls: dict[tuple[int, ...], bool] = {}  # whose strides can't be transposed, whatever dims have one element
-        known = set[tuple[object, ...]]()
+        # Strides that never rise can't be transposed, whatever dims have one element.
+        falling_strides: dict[tuple[int, ...], bool] = {}
+        seen_kinds = set[tuple[object, ...]]()
         for _, tensor in self._stored:
             for box, array, within, _ in tensor.chunks:
                 strides = array.strides
                 if strides is None:
                     continue
-                fall = falls.get(strides)
-                if fall is None:
-                    fall = falls[strides] = all(map(ge, strides, strides[1:]))
-                if fall or not box.numel:
+                is_falling = falling_strides.get(strides)
+                if is_falling is None:
+                    is_falling = falling_strides[strides] = all(map(ge, strides, strides[1:]))
+                if is_falling or not box.numel:
                     continue
+
+                # Layers and experts repeat: each kind of array is looked at once.
                 kind = (tensor.shape, box, strides, within.shape, tensor.dtype.bits)
-                if kind not in known:
-                    known.add(kind)
+                if kind not in seen_kinds:
+                    seen_kinds.add(kind)
                     if is_transposed(source_region(Chunk(box, array, within), tensor.shape, 0)):
                         return True
         return False
@@ -270,25 +275,25 @@ class LaterMoves(Moves):
     def copies(self) -> int:
         sizes = {group: sum(box.numel > 0 for box in self._places.boxes(group)) for group in self._places.groups()}
         total = sum(count * sizes[group] for group, (count, _) in self._places.groups().items())
-        known: dict[tuple[object, ...], int] = {}
+        known_copies: dict[tuple[object, ...], int] = {}
         for index in self._several:
             group = self._places.group(index)
             tensor = self._stored[index].tensor
             key = (group, *((chunk.box, chunk.replica) for chunk in tensor.chunks))
-            if key not in known:
-                known[key] = count_copies([self._alike(index)])
-            total += known[key] - sizes[group]
+            if key not in known_copies:
+                known_copies[key] = count_copies([self._alike(index)])
+            total += known_copies[key] - sizes[group]
         return total
 
     @cached_property
     def states(self) -> Mapping[str, tuple[int, int]]:
-        every = self._wanted.tensors
-        rows = Counter(zip(*(map(column, every) for column in _STATE_BITS_SHAPE), strict=True))
-        found: dict[str, tuple[int, int]] = {}
+        wanted = self._wanted.tensors
+        rows = Counter(zip(*(map(column, wanted) for column in _STATE_BITS_SHAPE), strict=True))
+        totals: dict[str, tuple[int, int]] = {}
         for (state, bits, shape), count in rows.items():
-            tensors, nbytes = found.get(state, (0, 0))
-            found[state] = (tensors + count, nbytes + count * _nbytes(bits, shape))
-        return found
+            tensors, nbytes = totals.get(state, (0, 0))
+            totals[state] = (tensors + count, nbytes + count * _nbytes(bits, shape))
+        return totals
 
     @property
     def identity(self) -> str:

@@ -222,13 +222,13 @@ class Executor:
 
     def _run(self, staging: Staging) -> Result:
         self._prepare(staging)
-        mine = self._mine()
-        state = RunState(list(mine))
+        own_units = self._list_own_units()
+        state = RunState(list(own_units))
         done = self._take_up(staging, state)
         if self._seal is not None:
-            self._hash_on_the_way(staging, state, mine)
-        total = sum(unit.nbytes for _, unit in mine)
-        staging.begin(len(mine), total)
+            self._hash_on_the_way(staging, state, own_units)
+        total = sum(unit.nbytes for _, unit in own_units)
+        staging.begin(len(own_units), total)
         if self.progress:
             self.progress.start(total - done, WRITING)
         self._move(staging, state)
@@ -238,8 +238,8 @@ class Executor:
             journals = staging.close_part()
             if journals is None or not all(journal and journal[-1].get("part") for journal in journals):
                 return Result({}, {}, {}, committed=False, parts=tuple(staging.statuses()))
-            own = {number for number, _ in mine}
-            self._take_over(staging, state, [line for journal in journals for line in journal], own)
+            own_numbers = {number for number, _ in own_units}
+            self._take_over(staging, state, [line for journal in journals for line in journal], own_numbers)
         result = self._finish(staging, state)
         if self.progress:
             self.progress.finish()
@@ -248,35 +248,35 @@ class Executor:
     def _run_claims(self, staging: Staging) -> Result:
         """As one of any number of workers: what is claimed is done, until all is; one of them commits."""
         self._prepare(staging, heads=False)
-        shares = _shared_out(self.units)
+        shares = _share_out(self.units)
         state = RunState([])
-        mine = set[int]()
+        own_numbers = set[int]()
         total = sum(unit.nbytes for unit in self.units)
         staging.begin(len(self.units), total)
         if self.progress:
             self.progress.start(total, WRITING)
         waits = Waits(self.progress)
-        seen = set[int]()
+        done_shares = set[int]()
         with staging.claims(len(shares)) as claims:
             while not staging.gone:
-                others = claims.done() - seen
-                seen |= others
+                others = claims.done() - done_shares
+                done_shares |= others
                 self.advance(sum(unit.nbytes for number in others for _, unit in shares[number]))
                 taken = claims.take(self.threads)
                 if taken:
                     state.queue[:] = [pair for share in taken for pair in shares[share.number]]
-                    mine |= {number for number, _ in state.queue}
+                    own_numbers |= {number for number, _ in state.queue}
                     if any(share.over for share in taken) and self.hashing:
                         self.advance(self._sift(staging, state, staging.lines()))
                     self._move(staging, state)
                     self.sources.check()
                     for share in taken:
                         claims.finish(share.number)
-                        seen.add(share.number)
+                        done_shares.add(share.number)
                 elif claims.left():
                     waits.a_while("waiting for what other workers have claimed")
                 elif claims.take_commit():
-                    self._take_over(staging, state, staging.lines(), mine)
+                    self._take_over(staging, state, staging.lines(), own_numbers)
                     result = self._finish(staging, state)
                     if self.progress:
                         self.progress.finish()
@@ -294,7 +294,7 @@ class Executor:
                 state.hashes.landed(unit, later=True)
         state.queue[:] = in_order_of_files(self.plan, state.queue)
 
-    def _mine(self) -> list[tuple[int, Unit]]:
+    def _list_own_units(self) -> list[tuple[int, Unit]]:
         """This part's units, numbered."""
         if self.part is None:
             return list(enumerate(self.units))
@@ -418,20 +418,20 @@ class Executor:
         writer = new_writer()
         block = memoryview(bytearray(ROOM))
         scratch = memoryview(bytearray(STRIDED_BLOCK))
-        me = threading.get_ident()
+        thread = threading.get_ident()
         mover = None
-        ahead = self._ahead(state, reader, me)
+        prefetch = self._prefetch_units(state, reader, thread)
 
         def advance(nbytes: int) -> None:
             self.advance(nbytes)
-            ahead.passed(nbytes)
+            prefetch.passed(nbytes)
 
         job = WalkBuffers(reader, writer, block, scratch, self.hashing, lambda: state.stop, advance)
         try:
             mover = Walks(job, self.plan.moves) if self._movers is None else self._movers.open(job, self.plan.moves)
-            for taken in ahead:
+            for taken in prefetch:
                 working_on(self.progress, self._names[min(taken[1].files, default=0)])
-                line = self._unit(taken, mover, state)
+                line = self._move_unit(taken, mover, state)
                 if line is not None:
                     record(line)
                     if state.hashes is not None:
@@ -442,7 +442,7 @@ class Executor:
                 state.stop = True
         finally:
             with state.lock:
-                state.busy.pop(me, None)
+                state.busy.pop(thread, None)
                 for pieces, into in ((reader.pieces, state.source_pieces), (writer.pieces, state.output_pieces)):
                     for file, collected in pieces.items():
                         into.setdefault(file, []).extend(collected.take())
@@ -455,45 +455,45 @@ class Executor:
                 with state.lock:
                     state.error = state.error or e
 
-    def _ahead(self, state: RunState, reader: BlockReader, me: int) -> Prefetch[tuple[int, Unit]]:
+    def _prefetch_units(self, state: RunState, reader: BlockReader, thread: int) -> Prefetch[tuple[int, Unit]]:
         """A thread's units. Of a store the next one's bytes are asked for before one is over; a card reads in its own
         way."""
         moves = self.plan.moves
-        far = self._movers is None and self.sources.has_remote_files
+        is_remote = self._movers is None and self.sources.has_remote_files
 
         def take() -> tuple[int, Unit] | None:
             with state.lock:
-                return None if state.stop else self._next(state, me)
+                return None if state.stop else self._take_unit(state, thread)
 
         def expect(taken: tuple[int, Unit], then: bool) -> None:
-            if far:
+            if is_remote:
                 reader.expect(((moves[index], start, stop) for index, start, stop in taken[1].items), then=then)
 
-        return Prefetch(take, expect, lambda taken: taken[1].nbytes, early=far)
+        return Prefetch(take, expect, lambda taken: taken[1].nbytes, early=is_remote)
 
-    def _next(self, state: RunState, me: int) -> tuple[int, Unit] | None:
+    def _take_unit(self, state: RunState, thread: int) -> tuple[int, Unit] | None:
         """A unit whose output files no other thread is writing, of those the one for the file with the most to come, so
         that no file is left for all threads at the end; else the first."""
-        state.busy.pop(me, None)
+        state.busy.pop(thread, None)
         if not state.queue:
             return None
         taken = {file for files in state.busy.values() for file in files}
         index = 0
-        most = -1
-        for i, (_, unit) in enumerate(state.queue[:256] if not self.in_order else ()):
+        most_waiting = -1
+        for place, (_, unit) in enumerate(state.queue[:256] if not self.in_order else ()):
             if unit.files & taken:
                 continue
-            left = max(map(state.waiting.__getitem__, unit.files), default=0) if len(unit.files) <= 8 else 0
-            if left > most:
-                index = i
-                most = left
+            waiting = max(map(state.waiting.__getitem__, unit.files), default=0) if len(unit.files) <= 8 else 0
+            if waiting > most_waiting:
+                index = place
+                most_waiting = waiting
         number, unit = state.queue.pop(index)
         for file in unit.files:
             state.waiting[file] -= unit.nbytes
-        state.busy[me] = unit.files
+        state.busy[thread] = unit.files
         return number, unit
 
-    def _unit(self, taken: tuple[int, Unit], mover: Mover, state: RunState) -> dict[str, Any] | None:
+    def _move_unit(self, taken: tuple[int, Unit], mover: Mover, state: RunState) -> dict[str, Any] | None:
         """Move one unit. Returns its journal line; None when the run was stopped in it."""
         number, unit = taken
         walked = mover.move_unit(unit.items)
@@ -622,7 +622,7 @@ class Waits:
         self._pause = min(1.5 * self._pause, longest)
 
 
-def _shared_out(units: Sequence[Unit]) -> list[list[tuple[int, Unit]]]:
+def _share_out(units: Sequence[Unit]) -> list[list[tuple[int, Unit]]]:
     """The units, numbered, in at most `_SHARES` shares of neighbours: what workers claim."""
     numbered = list(enumerate(units))
     most = ceil_div(len(units), _SHARES) or 1

@@ -42,9 +42,9 @@ class Apart(NamedTuple):
     gap: float
 
     def line(self) -> str:
-        where = f", the first at {list(self.first)}" if self.first else ""
+        position = f", the first at {list(self.first)}" if self.first else ""
         return (
-            f"{self.name}: {self.elements:,} of {self.numel:,} elements differ in {self.file}{where}; "
+            f"{self.name}: {self.elements:,} of {self.numel:,} elements differ in {self.file}{position}; "
             f"max ulp {self.ulp:,}, max abs {self.gap:.3g}"
         )
 
@@ -52,15 +52,15 @@ class Apart(NamedTuple):
 def with_replicas(moves: Iterable[Move], most: int | None = None) -> list[Move] | None:
     """The moves whose sources are held more than once; None where more than `most` bytes would be read to compare
     them."""
-    found = list[Move]()
+    replicated = list[Move]()
     nbytes = 0
     for move in moves:
         if any(region.replica for region in move.sources):
-            found.append(move)
+            replicated.append(move)
             nbytes += sum(region.numel for region in move.sources) * move.item
             if most is not None and nbytes > most:
                 return None
-    return found
+    return replicated
 
 
 def look_ahead(moves: Sequence[Move], sources: Sources, *, whole: bool, threads: int | None = None) -> None:
@@ -68,28 +68,30 @@ def look_ahead(moves: Sequence[Move], sources: Sources, *, whole: bool, threads:
     when they are looked at are too many to be looked at for this."""
     if isinstance(moves, Moves) and not whole:
         return
-    found = with_replicas(moves, None if whole else SMALL)
-    if found and (whole or all(sources.remote(region.file) is None for move in found for region in move.sources)):
-        apart = differing(found, sources, threads=threads)
-        if apart:
-            raise error_of(apart, len(found))
+    replicated = with_replicas(moves, None if whole else SMALL)
+    if replicated and (
+        whole or all(sources.remote(region.file) is None for move in replicated for region in move.sources)
+    ):
+        differences = differing(replicated, sources, threads=threads)
+        if differences:
+            raise error_of(differences, len(replicated))
 
 
 def all_of_them(
     moves: Sequence[Move], sources: Sources, first: ReplicasDiffer, *, threads: int | None = None
 ) -> ReplicasDiffer:
     """The error that names every tensor, in place of `first`, which names the one that a run met."""
-    found = with_replicas(moves) or []
+    replicated = with_replicas(moves) or []
     try:
-        apart = differing(found, sources, threads=threads)
+        differences = differing(replicated, sources, threads=threads)
     except CkptError:  # the source goes on changing, or fails: what is known is reported
         return first
-    return error_of(apart, len(found)) if apart else first
+    return error_of(differences, len(replicated)) if differences else first
 
 
 def error_of(apart: Sequence[Apart], of: int | None = None) -> ReplicasDiffer:
     """What is reported of them. of: how many tensors have replicas, where that is known."""
-    lines = [each.line() for each in apart]
+    lines = [difference.line() for difference in apart]
     if len(lines) > SHOWN:
         lines[SHOWN:] = [f"and {len(apart) - SHOWN:,} more tensors"]
     return ReplicasDiffer(
@@ -117,7 +119,7 @@ def differing(moves: Sequence[Move], sources: Sources, *, threads: int | None = 
     """Every move of `moves` whose replicas differ, in their order. Reads them whole."""
     from ckpt_tool.run.scan import Queue, Readable, share_out
 
-    found: dict[int, Apart] = {}
+    by_move: dict[int, Apart] = {}
 
     def read(reader: BlockReader, queue: Queue) -> None:
         from ckpt_tool.run.walk import STRIDED_BLOCK
@@ -131,14 +133,14 @@ def differing(moves: Sequence[Move], sources: Sources, *, threads: int | None = 
                 for at in range(0, move.numel, step):
                     end = min(at + step, move.numel)
                     comparing.fill(move, block[: (end - at) * move.item], at, end, count=False)
-                apart = comparing.apart(move)
-                if apart is not None:
-                    found[index] = apart
+                difference = comparing.apart(move)
+                if difference is not None:
+                    by_move[index] = difference
         finally:
             comparing.close()
 
     share_out(Readable(tuple(moves), sources, ()), read, threads=threads)
-    return [found[index] for index in sorted(found)]
+    return [by_move[index] for index in sorted(by_move)]
 
 
 class _ReplicaReader(BlockReader):
@@ -153,7 +155,7 @@ class _ReplicaReader(BlockReader):
         if self._move is not move:
             self._move = move
             self._spans = Spans(move.sources)
-            self._turned = None
+            self._panels = None
             self._worst = {}
 
     def _compare(self, move: Move, part: Region, block: memoryview, start: int, *, count: bool) -> None:
@@ -161,19 +163,19 @@ class _ReplicaReader(BlockReader):
 
         from ckpt_tool.run.compare import Worst, differ
 
-        other = bytearray(block)
-        self._read(part, memoryview(other), start, move.item, count=count)
-        if other != block:
+        this_copy = bytearray(block)
+        self._read(part, memoryview(this_copy), start, move.item, count=count)
+        if this_copy != block:
             worst = self._worst.setdefault(part.file, Worst(move.shape))
-            mine = np.frombuffer(block, np.uint8)
-            theirs = np.frombuffer(other, np.uint8)
-            differ(worst, start, mine, theirs, move.dtype, move.dtype, 0.0, 0.0)
+            first_bytes = np.frombuffer(block, np.uint8)
+            these_bytes = np.frombuffer(this_copy, np.uint8)
+            differ(worst, start, first_bytes, these_bytes, move.dtype, move.dtype, 0.0, 0.0)
 
     def apart(self, move: Move) -> Apart | None:
         """What was found in the move that was read last."""
         if not self._worst or self._move is not move:
             return None
         file, worst = max(self._worst.items(), key=lambda item: (item[1].gap, item[1].ulp, item[1].count))
-        found = worst.report() or {}
-        first = () if move.dtype.bits < 8 else tuple(found.get("first_index", ()))
+        report = worst.report() or {}
+        first = () if move.dtype.bits < 8 else tuple(report.get("first_index", ()))
         return Apart(str(move.key), self._files.shown(file), worst.count, move.numel, first, worst.ulp, worst.gap)

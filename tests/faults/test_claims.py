@@ -35,11 +35,11 @@ from ckpt_tool.run import executor
 from ckpt_tool.storage.output.staging import Staging
 executor.units = lambda moves: schedule.units(moves, size=1 << 12)
 executor._PAUSE = 0.05
-unit = executor.Executor._unit
+unit = executor.Executor._move_unit
 def slowly(self, *given):
     time.sleep(float(sys.argv[2]))
     return unit(self, *given)
-executor.Executor._unit = slowly
+executor.Executor._move_unit = slowly
 rename = Staging._rename
 def noted(self, staged, final):
     rename(self, staged, final)
@@ -166,17 +166,17 @@ def test_what_dead_workers_did_is_not_done_again(ground: Ground) -> None:
     worker.wait()
     before = len(list(staged.glob(".ckpt-journal-claims/*-done")))
     moved: list[int] = []
-    unit = executor.Executor._unit
+    unit = executor.Executor._move_unit
 
     def counted(self: Any, taken: Any, *rest: Any) -> Any:
         moved.append(taken[0])
         return unit(self, taken, *rest)
 
-    executor.Executor._unit = counted  # type: ignore[method-assign]
+    executor.Executor._move_unit = counted  # type: ignore[method-assign]
     try:
         assert run(["apply", ground.plan, "--claim", "-q"]) == 0
     finally:
-        executor.Executor._unit = unit  # type: ignore[method-assign]
+        executor.Executor._move_unit = unit  # type: ignore[method-assign]
     assert ground.bytes() == ground.good and len(set(moved)) == len(moved) > 0
     assert before > 0 and min(moved) >= 0
 

@@ -97,7 +97,7 @@ def test_what_a_dry_run_counts_of_item_files_is_what_a_run_lists(case: tuple[lis
     assert [rest[0], [list(arrays) for arrays in rest[1]]] == [listed[0], [list(arrays) for arrays in listed[1]]]
     assert later.copies == count_copies(moves)
     assert later.bytes_read == sum(region.numel * move.item for move in moves for region in move.sources)
-    assert later.turned == any(is_transposed(region) for move in moves for region in move.sources)
+    assert later.has_transposed == any(is_transposed(region) for move in moves for region in move.sources)
 
 
 def test_a_count_refuses_what_a_list_would() -> None:

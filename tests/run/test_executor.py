@@ -365,7 +365,7 @@ def test_a_failed_run_goes_on_where_it_stopped(tmp_path, monkeypatch, turned):
     monkeypatch.setattr(executor, "units", lambda moves: schedule.units(moves, size=1 << 14))
     shapes = [(300, 700), (64, 1000), (2000, 300)]
     case = Case(tmp_path, np.random.default_rng(6), shapes=shapes, turned=turned, turned_out=turned)
-    real = executor.Executor._unit
+    real = executor.Executor._move_unit
     seen = []
 
     def breaks(self, taken, job, state):
@@ -374,7 +374,7 @@ def test_a_failed_run_goes_on_where_it_stopped(tmp_path, monkeypatch, turned):
             raise StorageError("the plug was pulled")
         return real(self, taken, job, state)
 
-    monkeypatch.setattr(executor.Executor, "_unit", breaks)
+    monkeypatch.setattr(executor.Executor, "_move_unit", breaks)
     with pytest.raises(StorageError, match="plug"):
         case.run(threads=1)
     assert staging_path(case.out).exists() and not case.out.exists()

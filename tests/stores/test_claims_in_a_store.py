@@ -40,11 +40,11 @@ from ckpt_tool.storage.stores import store_claims
 store_claims.LEASE, store_claims.BEAT = 3.0, 0.5
 executor._PAUSE, store_executor._LONGEST, shares.SHARE = 0.1, 0.5, 5 << 20
 executor.units = lambda moves: schedule.units(moves, size=1 << 20)
-unit = executor.Executor._unit
+unit = executor.Executor._move_unit
 def slowly(self, *given):
     time.sleep(float(sys.argv[2]))
     return unit(self, *given)
-executor.Executor._unit = slowly
+executor.Executor._move_unit = slowly
 sys.exit(run(["apply", sys.argv[1], *sys.argv[3:], "--json", "-q", "--threads", "1"]))
 """
 

@@ -414,8 +414,8 @@ def test_the_next_unit_is_asked_for_before_one_is_written(
     taken = list[int]()
     safetensors.numpy.save_file({name: np.zeros(size, np.uint8) for name in "ab"}, tmp_path / "x.safetensors")
     monkeypatch.setattr(executor, "units", lambda moves: schedule.units(moves, size=size))
-    next_ = executor.Executor._next
-    unit = executor.Executor._unit
+    next_ = executor.Executor._take_unit
+    unit = executor.Executor._move_unit
 
     def noted(self: Any, *given: Any) -> Any:
         found = next_(self, *given)
@@ -427,8 +427,8 @@ def test_the_next_unit_is_asked_for_before_one_is_written(
         taken.append(0)
         return line
 
-    monkeypatch.setattr(executor.Executor, "_next", noted)
-    monkeypatch.setattr(executor.Executor, "_unit", moved)
+    monkeypatch.setattr(executor.Executor, "_take_unit", noted)
+    monkeypatch.setattr(executor.Executor, "_move_unit", moved)
     for number, source in enumerate((s3.upload(tmp_path / "x.safetensors"), str(tmp_path / "x.safetensors"))):
         line = ["convert", source, str(tmp_path / f"out{number}"), "--to", "dcp", "--threads", "1", "-q"]
         assert run(line) == 0
