@@ -65,7 +65,7 @@ def open_adapter(src: str, reading: Reading, weight: float, config: Mapping[str,
     catalog = opened.catalog
     holds = opened.format.holds
     if catalog.hints.get(LoraHints) is not None:
-        return _of_megatron(opened, reading, weight, config)
+        return _read_megatron_lora(opened, reading, weight, config)
     if not holds.adapter and not paddle and is_adapter(catalog.tensors):
         raise without_config(opened.tree)
     if not holds.adapter and find_inside({key.name for key in catalog.tensors if key.state == MODEL}) is not None:
@@ -96,8 +96,10 @@ def open_adapter(src: str, reading: Reading, weight: float, config: Mapping[str,
     stated = value if isinstance(value, dict) else {}
     settings = paddle_settings_of(stated, path, weight=weight, lenient=reading.lenient)
     tensors = [tensor for tensor in catalog.tensors.values() if tensor.key.state == MODEL]
-    turned = tuple(_turned(each) if ".lora_" in each.key.name and len(each.shape) == 2 else each for each in tensors)
-    return Adapter(opened, settings, turned, paddle=True)
+    transposed = tuple(
+        _transpose(each) if ".lora_" in each.key.name and len(each.shape) == 2 else each for each in tensors
+    )
+    return Adapter(opened, settings, transposed, paddle=True)
 
 
 def _refuse_empty(opened: Opened) -> None:
@@ -108,17 +110,19 @@ def _refuse_empty(opened: Opened) -> None:
             raise fault
 
 
-def _of_megatron(opened: Opened, reading: Reading, weight: float, config: Mapping[str, Any] | None) -> Adapter:
+def _read_megatron_lora(opened: Opened, reading: Reading, weight: float, config: Mapping[str, Any] | None) -> Adapter:
     """A LoRA of Megatron's as PEFT has it: names, and rows as strides over what is stored."""
     peft = registry.by_name("peft")
     job = Conversion(reading, Writing(to=peft.name), peft)
     chosen = under_names(replace(selected(opened, job), config=config), job)
-    own = chosen.all_hints.get(PeftHints)
-    settings = settings_of(own.config if own is not None else {}, opened.path, weight=weight, lenient=reading.lenient)
+    peft_hints = chosen.all_hints.get(PeftHints)
+    settings = settings_of(
+        peft_hints.config if peft_hints is not None else {}, opened.path, weight=weight, lenient=reading.lenient
+    )
     return Adapter(opened, settings, tuple(row.tensor for row in chosen.stored if row.tensor.key.state == MODEL))
 
 
-def _turned(tensor: LogicalTensor) -> LogicalTensor:
+def _transpose(tensor: LogicalTensor) -> LogicalTensor:
     """The transpose of a matrix, as strides over what is stored."""
     chunks = []
     for chunk in tensor.chunks:
@@ -129,11 +133,11 @@ def _turned(tensor: LogicalTensor) -> LogicalTensor:
             array = array._replace(offset=offset, shape=box.shape, strides=strides)
             within = Box((0, 0), box.shape)
         strides = array.strides or contiguous_strides(array.shape)
-        there = array._replace(shape=array.shape[::-1], strides=strides[::-1])
+        transposed = array._replace(shape=array.shape[::-1], strides=strides[::-1])
         chunks.append(
             Chunk(
                 Box(box.offset[::-1], box.shape[::-1]),
-                there,
+                transposed,
                 Box(within.offset[::-1], within.shape[::-1]),
                 chunk.replica,
             )

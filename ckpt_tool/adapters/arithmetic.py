@@ -70,14 +70,14 @@ class RunCache:
         with self._guard:
             if key in self._held:
                 self._held.move_to_end(key)
-                found: tuple[Floats, ...] = self._held[key][1]
-                return found
-        made = make()
+                cached: tuple[Floats, ...] = self._held[key][1]
+                return cached
+        factors = make()
         with self._guard:
-            self._held[key] = (sum(each.nbytes for each in made), made)
+            self._held[key] = (sum(factor.nbytes for factor in factors), factors)
             while len(self._held) > 1 and sum(size for size, _ in self._held.values()) > self.ROOM:
                 self._held.popitem(last=False)
-        return made
+        return factors
 
     def norms(self, key: Hashable, make: Callable[[], Floats]) -> Floats:
         """A pass over a whole tensor is made once: others wait for it."""
@@ -110,18 +110,18 @@ class Folded(Recipe):
     kept: RunCache
 
     def values(self, read: Read, start: int, stop: int) -> Floats:
-        out = _floats(read(0, start, stop))
+        values = _floats(read(0, start, stop))
         size = self.numel // self.experts
         for e in range(start // size, ceil_div(stop, size)):
             low = max(start, e * size)
             high = min(stop, (e + 1) * size)
-            part = out[low - start : high - start]
+            part = values[low - start : high - start]
             for number in range(len(self.terms)):
                 self._add(read, number, e, part, low - e * size, high - e * size)
-        return out
+        return values
 
     def compute_rounded(self, read: Read, lend: Lend, start: int, stop: int, out: tuple[Array, str]) -> bool:
-        library = ready(4 * (stop - start)) if out[1] in KINDS and self._compiled else None
+        library = ready(4 * (stop - start)) if out[1] in KINDS and self._is_compiled else None
         if library is None or not library.pair:  # products want a fused multiply-add, which not every processor has
             return False
         values, kind = lend(0, start, stop)
@@ -139,7 +139,7 @@ class Folded(Recipe):
         return True
 
     @cached_property
-    def _compiled(self) -> bool:
+    def _is_compiled(self) -> bool:
         """Are all terms plain products?"""
         plain = all(not term.magnitude for term in self.terms)
         return plain and self.inputs[0].tensor.dtype.name in KINDS
@@ -191,21 +191,24 @@ class Folded(Recipe):
         wide = right.shape[-1]
         low = rows[0] // tall
         high = ceil_div(rows[1], tall)
-        first = columns[0] // wide
-        last = ceil_div(columns[1], wide)
-        where = (self.key, number, e, low, first, last)
-        if strip and getattr(self.kept.strips, "at", None) == where:
+        first_block = columns[0] // wide
+        last_block = ceil_div(columns[1], wide)
+        cache_key = (self.key, number, e, low, first_block, last_block)
+        if strip and getattr(self.kept.strips, "at", None) == cache_key:
             block: Floats = self.kept.strips.block
         else:
-            block = np.empty(((high - low) * tall, (last - first) * wide), np.float32)
-            by_block = block.reshape(high - low, tall, last - first, wide).transpose(2, 0, 1, 3)
-            chain.product(left[low:high], right[first:last, None], by_block)
+            block = np.empty(((high - low) * tall, (last_block - first_block) * wide), np.float32)
+            by_block = block.reshape(high - low, tall, last_block - first_block, wide).transpose(2, 0, 1, 3)
+            chain.product(left[low:high], right[first_block:last_block, None], by_block)
             if not _exact(term.scaling):
                 block *= np.float32(term.scaling)
             if strip:  # the next rows of a panel are most often asked for the same columns
-                self.kept.strips.at, self.kept.strips.block = where, block
+                self.kept.strips.at, self.kept.strips.block = cache_key, block
         return np.ascontiguousarray(
-            block[rows[0] - low * tall : rows[1] - low * tall, columns[0] - first * wide : columns[1] - first * wide]
+            block[
+                rows[0] - low * tall : rows[1] - low * tall,
+                columns[0] - first_block * wide : columns[1] - first_block * wide,
+            ]
         )
 
     def _factors_of(self, read: Read, term: ProductTerm, e: int) -> tuple[Floats, Floats]:
@@ -213,7 +216,7 @@ class Folded(Recipe):
         inner = prod(self.inputs[term.a].tensor.shape[1:])
         step = term.rank * inner
         a = _floats(read(term.a, e * step, (e + 1) * step)).reshape(term.rank, inner)
-        (outputs,) = self.kept.factors((self.key, term.b), lambda: (self._by_expert(read, term),))
+        (outputs,) = self.kept.factors((self.key, term.b), lambda: (self._split_by_expert(read, term),))
         b = outputs[e]
         return (a.T, b.T) if term.turned else (b, a)
 
@@ -230,7 +233,7 @@ class Folded(Recipe):
         blocks = np.ascontiguousarray(right.reshape(term.rank, -1, wide).transpose(1, 0, 2))
         return left.reshape(-1, rows, term.rank), blocks
 
-    def _by_expert(self, read: Read, term: ProductTerm) -> Floats:
+    def _split_by_expert(self, read: Read, term: ProductTerm) -> Floats:
         """B (out, e r), whose experts alternate, as (e, out, r)."""
         shape = self.inputs[term.b].tensor.shape
         b = _floats(read(term.b, 0, prod(shape))).reshape(shape[0], term.rank, self.experts)
@@ -253,23 +256,23 @@ class Folded(Recipe):
                 tall = np.vstack((squares, tile))  # (one column alone NumPy would sum pairwise)
                 squares = np.add.accumulate(tall, axis=0)[-1] if width == 1 else np.add.reduce(tall, axis=0)
             else:
-                squares[low:high] = _by_lanes(tile)
+                squares[low:high] = _sum_by_lanes(tile)
         magnitude = _floats(read(term.magnitude or 0, 0, len(squares)))
         with np.errstate(divide="ignore", invalid="ignore"):
             magnitude /= np.sqrt(squares)
         return magnitude
 
 
-def _by_lanes(tile: Floats) -> Floats:
+def _sum_by_lanes(tile: Floats) -> Floats:
     """The sum of each row in the order of torch's norm of a contiguous last dim (2.13 ReduceOpsKernel.cpp): eight
     lanes, one after the other, then what is left of the row."""
     rows, width = tile.shape
-    whole = width // LANES * LANES
-    lanes = np.add.reduce(tile[:, :whole].reshape(rows, -1, LANES), axis=1)
+    full_lanes = width // LANES * LANES
+    lanes = np.add.reduce(tile[:, :full_lanes].reshape(rows, -1, LANES), axis=1)
     sums: Floats = lanes[:, 0].copy()
     for lane in range(1, LANES):
         sums += lanes[:, lane]
-    for column in range(whole, width):
+    for column in range(full_lanes, width):
         sums += tile[:, column]
     return sums
 
@@ -281,10 +284,10 @@ class Biased(Recipe):
     scalings: tuple[float, ...]
 
     def values(self, read: Read, start: int, stop: int) -> Floats:
-        out = _floats(read(0, start, stop))
+        values = _floats(read(0, start, stop))
         for number, scaling in enumerate(self.scalings, 1):
-            out += _floats(read(number, start, stop)) * np.float32(scaling)
-        return out
+            values += _floats(read(number, start, stop)) * np.float32(scaling)
+        return values
 
 
 @dataclass(frozen=True, eq=False)
@@ -294,15 +297,15 @@ class MatrixRows(Recipe):
     rows: tuple[tuple[int, int], ...]  # ascending, with their k
 
     def values(self, read: Read, start: int, stop: int) -> Floats:
-        out = _floats(read(0, start, stop))
+        values = _floats(read(0, start, stop))
         width = prod(self.shape[1:])
         for row, k in self.rows:
             low = max(start, row * width)
             high = min(stop, (row + 1) * width)
             if low < high:
-                at = (k - row) * width
-                out[low - start : high - start] = _floats(read(1, low + at, high + at))
-        return out
+                begin = (k - row) * width
+                values[low - start : high - start] = _floats(read(1, low + begin, high + begin))
+        return values
 
 
 def _exact(scaling: float) -> bool:
@@ -314,5 +317,5 @@ def _exact(scaling: float) -> bool:
 
 def _floats(values: np.ndarray[Any, np.dtype[Any]]) -> Floats:
     """fp32 values that may be changed: `read` gives a copy."""
-    made: Floats = values.astype(np.float32, copy=False)
-    return made
+    converted: Floats = values.astype(np.float32, copy=False)
+    return converted

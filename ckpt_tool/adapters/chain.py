@@ -48,43 +48,43 @@ def blas_makes_chains(rows: int, length: int, wide: int) -> bool:
     return True
 
 
-def product(left: Floats, right: Floats, out: Floats) -> None:
+def product(left: Floats, right: Floats, total: Floats) -> None:
     """out = left @ right for stacks of blocks (..., rows, length) and (..., length, wide); fast where rows are
     `rows_of`'s."""
     length = left.shape[-1]
     multiply: Any = np.matmul if blas_makes_chains(left.shape[-2], length, right.shape[-1]) else _block_by_block
     for start, stop in parts(length):
-        part = np.empty(out.shape, np.float32) if start else out
+        part = np.empty(total.shape, np.float32) if start else total
         multiply(left[..., start:stop], right[..., start:stop, :], out=part)
         if start:
-            out += part
+            total += part
 
 
 def _block_by_block(left: Floats, right: Floats, *, out: Floats) -> None:
     """A block at a time: what a chain needs in fp64 is many times its block."""
     stack = out.shape[:-2]
-    lefts, rights = (np.broadcast_to(each, stack + each.shape[-2:]) for each in (left, right))
-    for at in np.ndindex(stack):
-        out[at] = written_out(lefts[at], rights[at])
+    lefts, rights = (np.broadcast_to(matrices, stack + matrices.shape[-2:]) for matrices in (left, right))
+    for index in np.ndindex(stack):
+        out[index] = written_out(lefts[index], rights[index])
 
 
 def written_out(left: Floats, right: Floats) -> Floats:
     """left @ right, two matrices, as one chain whatever the machine."""
-    out: Floats = np.zeros((left.shape[0], right.shape[1]), np.float32)
+    total: Floats = np.zeros((left.shape[0], right.shape[1]), np.float32)
     with np.errstate(all="ignore"):
         for k in range(left.shape[1]):
-            _fused(left[:, k : k + 1], right[k : k + 1], out)
-    return out
+            _fuse_multiply_add(left[:, k : k + 1], right[k : k + 1], total)
+    return total
 
 
-def _fused(a: Floats, b: Floats, c: Floats) -> None:
+def _fuse_multiply_add(a: Floats, b: Floats, c: Floats) -> None:
     """c = a b + c with one rounding. In fp64 the product is exact and the sum made odd, so that rounding it again is
     right (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008)."""
     product: Any = a.astype(np.float64) * b
     total = product + c
     back = total - product
-    lost = (product - (total - back)) + (c - back)  # exact: Knuth's two-sum
+    rounding_error = (product - (total - back)) + (c - back)  # exact: Knuth's two-sum
     bits = total.view(np.int64)
-    inexact = (lost != 0) & np.isfinite(total) & (bits & 1 == 0)
-    bits += np.where(inexact, np.where((lost > 0) == (total > 0), 1, -1), 0)
+    inexact = (rounding_error != 0) & np.isfinite(total) & (bits & 1 == 0)
+    bits += np.where(inexact, np.where((rounding_error > 0) == (total > 0), 1, -1), 0)
     c[...] = total

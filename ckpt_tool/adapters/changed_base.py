@@ -32,7 +32,7 @@ CONFLICT = "E1429"
 _SUMS = ("F32", "F16", "BF16")
 
 
-def changed(
+def apply_changes(
     kept: Chosen, adapters: Sequence[Adapter], found: Sequence[Matched], writing: Writing, *, option: str
 ) -> Chosen:
     """`kept`, the base under the adapters' names, with what they change in place of its own. option: for messages.
@@ -82,7 +82,7 @@ def changed(
         stored=stored,
         renewed=kept.renewed | set(replaced),
         casts={**kept.casts, **casts},
-        notes=(*kept.notes, *_told(adapters, found, left)),
+        notes=(*kept.notes, *_list_notes(adapters, found, left)),
     )
     paths = ["the adapter inside" if adapter.inside else adapter.opened.path for adapter in adapters]
     shown = f"{kept.sources[0].path} with {', '.join(paths)}"
@@ -102,12 +102,12 @@ def _recipe(key: TensorKey, base: Input, changes: Sequence[tuple[Adapter, Change
         return len(inputs) - 1
 
     text = "; ".join(_text(change) for _, change in changes)
-    first = changes[0][1]
-    if isinstance(first, Tokens):
-        number(changes[0][0], first.values)
-        rows = tuple(sorted((row, k) for k, row in enumerate(first.rows)))
+    first_change = changes[0][1]
+    if isinstance(first_change, Tokens):
+        number(changes[0][0], first_change.values)
+        rows = tuple(sorted((row, k) for k, row in enumerate(first_change.rows)))
         return MatrixRows(key, shape, tuple(inputs), text, rows)
-    if isinstance(first, Bias):
+    if isinstance(first_change, Bias):
         scalings = []
         for adapter, change in changes:
             if isinstance(change, Bias):
@@ -144,10 +144,10 @@ def _refuse_without_floats(key: TensorKey, tensor: LogicalTensor, changes: Itera
     for change in changes:
         parts: Sequence[object] = (change.a, change.b, change.magnitude) if isinstance(change, Low) else change
         used += [part for part in parts if isinstance(part, LogicalTensor)]
-    odd = next((each for each in used if each.dtype.name not in _SUMS), None)
-    if odd is not None:
+    unsupported = next((each for each in used if each.dtype.name not in _SUMS), None)
+    if unsupported is not None:
         raise UsageError(
-            f"{odd.key} is {odd.dtype.name}: adapters are folded in fp32, into {', '.join(_SUMS)}",
+            f"{unsupported.key} is {unsupported.dtype.name}: adapters are folded in fp32, into {', '.join(_SUMS)}",
             code=NO_FLOATS,
             key=str(key),
             hint="--dequantize converts a quantised base to floats first; convert an fp64 base with --dtype fp32 first",
@@ -193,15 +193,15 @@ def _all_the_same(found: Sequence[tuple[Adapter, Change]]) -> bool:
     from ckpt_tool.run.scan import digests_of
 
     wholes = [(adapter.opened.tree, change.tensor) for adapter, change in found if isinstance(change, ReplacedTensor)]
-    made = (digests_of(Catalog("peft", {each.key: each}), tree)[each.key] for tree, each in wholes)
-    return len(set(made)) == 1
+    digests = (digests_of(Catalog("peft", {tensor.key: tensor}), tree)[tensor.key] for tree, tensor in wholes)
+    return len(set(digests)) == 1
 
 
-def _told(adapters: Sequence[Adapter], found: Sequence[Matched], left: set[str]) -> list[str]:
+def _list_notes(adapters: Sequence[Adapter], found: Sequence[Matched], left: set[str]) -> list[str]:
     notes = []
-    for adapter, each in zip(adapters, found, strict=True):
+    for adapter, matched in zip(adapters, found, strict=True):
         counts = {
-            kind: sum(isinstance(change, kind) for changes in each.changes.values() for change in changes)
+            kind: sum(isinstance(change, kind) for changes in matched.changes.values() for change in changes)
             for kind in (Low, Bias, Tokens, ReplacedTensor)
         }
         parts = [
@@ -216,7 +216,7 @@ def _told(adapters: Sequence[Adapter], found: Sequence[Matched], left: set[str])
         ]
         weight = f", weight {adapter.settings.weight}" if adapter.settings.weight != 1 else ""
         notes.append(f"{adapter.opened.path}: {', '.join(parts) or 'nothing to fold'}{weight}")
-        notes += each.notes
+        notes += matched.notes
         own = [
             name for name in adapter.opened.catalog.sidefiles if not name.startswith(("README", "LICENSE", "config"))
         ]

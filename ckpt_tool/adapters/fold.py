@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_tool.adapters.adapter import Adapter, open_adapter
-from ckpt_tool.adapters.changed_base import NO_FLOATS, changed
+from ckpt_tool.adapters.changed_base import NO_FLOATS, apply_changes
 from ckpt_tool.adapters.inside import split_inside
 from ckpt_tool.adapters.targets import Matched, Tokens, match
 from ckpt_tool.conversion.adapter_inside import inside_of, weights_of
@@ -92,10 +92,10 @@ def fold(
     job = Conversion.of(base, reading, writing)
     if len(sources) == 1:
         refuse_unused_reading(reading, base)
-        everything = _with_masters(base, job)
+        everything = _add_masters(base, job)
         everything, adapter = split_inside(everything, base, reading, weights[0] if weights else 1.0)
-        named, matched = _matched(everything, [adapter], job)
-        folded = changed(named, [adapter], matched, writing, option=OPTION)
+        named, matched = _match_adapters(everything, [adapter], job)
+        folded = apply_changes(named, [adapter], matched, writing, option=OPTION)
         return write(_as_wanted(folded, everything, named, job), dst, job, progress)
 
     adapters = [
@@ -112,16 +112,16 @@ def fold(
             path=base.path,
             hint="fold that one first: ckpt merge BASE OUT --method lora",
         )
-    named, matched = _matched(everything, adapters, job)
-    kept = named
+    named, matched = _match_adapters(everything, adapters, job)
+    renamed = named
     if writing.remove_keys or writing.keep_keys:
-        kept = _model(base, job)
-        kept = _named(kept, job, named.all_hints.dialect if named is not everything else None)
-    folded = changed(kept, adapters, matched, writing, option=OPTION)
+        renamed = _model(base, job)
+        renamed = _rename_base(renamed, job, named.all_hints.dialect if named is not everything else None)
+    folded = apply_changes(renamed, adapters, matched, writing, option=OPTION)
     return write(_as_wanted(folded, everything, named, job), dst, job, progress)
 
 
-def _with_masters(base: Opened, job: Conversion) -> Chosen:
+def _add_masters(base: Opened, job: Conversion) -> Chosen:
     """The weights as `_model` has them, and as the model's the fp32 masters of those that it lacks (ZeRO 3)."""
     alone = _model(base, job)
     lacking = weights_of(selected(base, job))
@@ -152,7 +152,7 @@ def _model(base: Opened, job: Conversion) -> Chosen:
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
-def _named(chosen: Chosen, job: Conversion, dialect: str | None) -> Chosen:
+def _rename_base(chosen: Chosen, job: Conversion, dialect: str | None) -> Chosen:
     """The base under the adapters' names. dialect: None for the hub's, where the source says or shows that it has
     others."""
     if job.writing.dialect == "keep" and dialect is None:
@@ -162,41 +162,41 @@ def _named(chosen: Chosen, job: Conversion, dialect: str | None) -> Chosen:
     return passed(chosen, job._replace(writing=requested, fmt=registry.of_dialect(HUB)), NAMES)
 
 
-def _matched(everything: Chosen, adapters: Sequence[Adapter], job: Conversion) -> tuple[Chosen, list[Matched]]:
+def _match_adapters(everything: Chosen, adapters: Sequence[Adapter], job: Conversion) -> tuple[Chosen, list[Matched]]:
     """The base under the names that all adapters fit, and what they change. Raises InconsistentCheckpoint E1424."""
     tried: list[tuple[Chosen, list[Matched]]] = []
     unnamed: CkptError | None = None
     reading = job.reading
     for dialect in _dialects(adapters, job.writing):
         try:
-            named = _named(everything, job, dialect)
+            named = _rename_base(everything, job, dialect)
         except (UsageError, InputError) as e:
             if not tried and dialect in (None, PADDLE):
                 raise
             unnamed = e  # most often the family has no such dialect
             continue
         tried.append((named, _against(named, adapters, reading)))
-        if not any(each.faults for each in tried[-1][1]):
-            named, found = tried[-1]
-            _refuse_parts(adapters, found, reading)
-            _refuse_tied(named, adapters, found, reading)
-            return named, found
-        if not any(each.missing for each in tried[-1][1]):
+        if not any(matched.faults for matched in tried[-1][1]):
+            named, matches = tried[-1]
+            _refuse_parts(adapters, matches, reading)
+            _refuse_tied(named, adapters, matches, reading)
+            return named, matches
+        if not any(matched.missing for matched in tried[-1][1]):
             break  # all names are there: others would help nothing
     _refuse_quantised(everything, reading)
-    raise _of_another_base(adapters, *tried[0], unnamed)
+    raise _report_other_base(adapters, *tried[0], unnamed)
 
 
 def _refuse_quantised(base: Chosen, reading: Reading) -> None:
     """Raise UsageError E1427 for an adapter that does not fit a base of codes: before their floats are made nobody can
     say whether it is of another one."""
     kinds = model_kinds(row.tensor for row in base.stored)
-    scheme, found = found_in(kinds, _config(base, reading), checked=False) if kinds else (None, None)
+    scheme, weights = found_in(kinds, _config(base, reading), checked=False) if kinds else (None, None)
     is_unknown = scheme is not None and not scheme.known
-    if found is None or (not found.weights and not is_unknown):
+    if weights is None or (not weights.weights and not is_unknown):
         return
     named = f" by {scheme.scheme}" if scheme is not None else ""
-    lead = next(iter(found.weights), None)
+    lead = next(iter(weights.weights), None)
     hint = "--dequantize converts the base's weights to floats, into which the adapter is folded"
     if is_unknown:
         hint = "convert the base to floats with its own library, and fold the adapter into those"
@@ -224,24 +224,24 @@ def _dialects(adapters: Sequence[Adapter], writing: Writing) -> tuple[str | None
     return (PADDLE, "paddle-nlp", "paddle-hf") if True in paddle else (None, FUSED, HUB)
 
 
-def _of_another_base(
+def _report_other_base(
     adapters: Sequence[Adapter], named: Chosen, found: Sequence[Matched], unnamed: CkptError | None
 ) -> InconsistentCheckpoint:
     """Why it is not of this base. unnamed: why the base could not be given other names."""
-    faults = [(adapter, fault) for adapter, each in zip(adapters, found, strict=True) for fault in each.faults]
-    adapter, first = faults[0]
+    faults = [(adapter, fault) for adapter, matched in zip(adapters, found, strict=True) for fault in matched.faults]
+    adapter, first_match = faults[0]
     hint = "pass the base that it was trained on"
     if adapter.settings.base:
         hint += f": {adapter.settings.base}"
     names = {row.tensor.key.name for row in named.stored}
-    missing = [name for each in found for name in each.missing]
+    missing = [name for matched in found for name in matched.missing]
     if any(name.endswith(_HEADS) for name in missing) and any(name.endswith(EMBEDDINGS) for name in names):
         hint += "; where the base's head is its embedding, --tied-head untie writes it for the adapter"
-    if not any(each.changes for each in found):
+    if not any(matched.changes for matched in found):
         hint += "; or say whose names the base has with --family NAME, with the model's config.json next to it"
         hint += f" (as the hub's they could not be read: {unnamed.message})" if unnamed is not None else ""
     return InconsistentCheckpoint(
-        f"the adapter is not one of this base: {first}",
+        f"the adapter is not one of this base: {first_match}",
         code=OTHER_BASE,
         path=adapter.opened.path,
         faults=[fault for _, fault in faults[1:200]],
@@ -251,9 +251,9 @@ def _of_another_base(
 
 def _refuse_parts(adapters: Sequence[Adapter], found: Sequence[Matched], reading: Reading) -> None:
     """Raise Incomplete E1434 for an adapter that lacks what its config names, or that holds nothing at all."""
-    for adapter, each in zip(adapters, found, strict=True):
-        lacks = () if reading.lenient else each.absent
-        if not lacks and each.changes:
+    for adapter, matched in zip(adapters, found, strict=True):
+        lacks = () if reading.lenient else matched.absent
+        if not lacks and matched.changes:
             continue
         raise Incomplete(
             f"the adapter is incomplete: {lacks[0] if lacks else 'it holds no tensor'}",
@@ -280,10 +280,10 @@ def _refuse_tied(named: Chosen, adapters: Sequence[Adapter], found: Sequence[Mat
     names = {row.tensor.key.name for row in named.stored}
     if any(name.endswith(_HEADS) for name in names) or not _ties(_config(named, reading)):
         return
-    for adapter, each in zip(adapters, found, strict=True):
+    for adapter, matched in zip(adapters, found, strict=True):
         touched = [
             name
-            for name, changes in each.changes.items()
+            for name, changes in matched.changes.items()
             if name.endswith(EMBEDDINGS) and not all(isinstance(change, Tokens) for change in changes)
         ]
         if touched and not adapter.settings.tied and not reading.lenient:
@@ -304,7 +304,9 @@ def _ties(config: Mapping[str, Any]) -> bool:
     tied = config.get(TIE)
     classes = config.get("architectures")
     words = classes if isinstance(classes, list) else []
-    return tied is True or (tied is None and any("CausalLM" in str(each) or "LMHead" in str(each) for each in words))
+    return tied is True or (
+        tied is None and any("CausalLM" in str(architecture) or "LMHead" in str(architecture) for architecture in words)
+    )
 
 
 def _as_wanted(folded: Chosen, everything: Chosen, named: Chosen, job: Conversion) -> Chosen:
@@ -340,7 +342,7 @@ def _home(everything: Chosen, named: Chosen, reading: Reading) -> str | None:
 
     catalog = everything.sources[0].catalog
     dialect = catalog.hints.dialect or registry.by_name(catalog.format).holds.dialect
-    stated = dialect if dialect not in ("keep", HUB) else None
+    named_dialect = dialect if dialect not in ("keep", HUB) else None
     return find(
-        _config(named, reading), parameter_shapes(everything.stored), stated=stated, family=reading.family
+        _config(named, reading), parameter_shapes(everything.stored), stated=named_dialect, family=reading.family
     ).dialect

@@ -133,10 +133,10 @@ class _Matching:
         self.own: dict[str, str] = {}  # module of the base -> what the adapter's config calls it
         self.turned: dict[str, set[bool]] = {}  # by a module's last name, of weights that are not square
         found = [(tensor, part_of(tensor.key.name)) for tensor in tensors]
-        self._rooted([(tensor, part) for tensor, part in found if part is not None])
+        self._assign_modules([(tensor, part) for tensor, part in found if part is not None])
         self.faults += [f"{tensor.key.name}: no name that PEFT's LoRA writes" for tensor, part in found if part is None]
 
-    def _rooted(self, found: Sequence[tuple[LogicalTensor, AdapterPart]]) -> None:
+    def _assign_modules(self, found: Sequence[tuple[LogicalTensor, AdapterPart]]) -> None:
         """The parts by the base's modules."""
         known = {name.rpartition(".")[0] for name in self.base}
         modules = dict.fromkeys(
@@ -171,28 +171,28 @@ class _Matching:
 
     def matched(self) -> Matched:
         for name, tensor in self.whole.items():
-            self._whole(name, tensor)
-        self._lists()
+            self._match_replaced(name, tensor)
+        self._match_lists()
         stacked: dict[str, dict[int, dict[str, LogicalTensor]]] = {}
         plain: list[tuple[str, dict[str, LogicalTensor]]] = []
         for (module, level), row in self.parts.items():
-            if level or (f"{module}.weight" not in self.base and self._parameters(module)):
+            if level or (f"{module}.weight" not in self.base and self._find_parameters(module)):
                 stacked.setdefault(module, {})[level] = row
             else:
                 plain.append((module, row))
         for module, row in plain:
-            self._votes(module, row)
+            self._note_orientation(module, row)
         for module, row in plain:
-            self._plain(module, row)
+            self._match_plain(module, row)
         for module, levels in stacked.items():
-            self._stacked(module, levels)
+            self._match_stacked(module, levels)
         adapted = {module for module, _ in self.parts}
         lacks = absent(self.base, adapted, self.whole, self.settings)
         if any(self.settings.tokens.values()) and not any(TOKENS in row for row in self.parts.values()):
             lacks.append("trainable_tokens_delta: the config names rows of an embedding")
         return Matched(self.changes, tuple(self.faults), tuple(self.missing), tuple(self.notes), tuple(lacks))
 
-    def _lists(self) -> None:
+    def _match_lists(self) -> None:
         """Experts that are modules in a list, and one tensor of the base: their pairs as one."""
         lists: dict[str, dict[int, tuple[str, int]]] = {}
         for module, level in self.parts:
@@ -204,46 +204,46 @@ class _Matching:
             first = next(iter(next(iter(rows.values())).values()))
             odd = next((row for row in rows.values() if set(row) != {A, B}), None)
             if odd is not None:
-                self._fault(next(iter(odd.values())), "an expert of a list has a lora_A and a lora_B alone")
+                self._add_fault(next(iter(odd.values())), "an expert of a list has a lora_A and a lora_B alone")
                 continue
             pairs = {expert: (row[A], row[B]) for expert, row in rows.items()}
             stacked = stack_pairs(pairs, self.base[name].shape[0])
             if isinstance(stacked, str):
-                self._fault(first, f"{name}: {stacked}")
+                self._add_fault(first, f"{name}: {stacked}")
                 continue
             self.own[name] = self.own[next(iter(modules.values()))[0]]
             row = {A: stacked[0], B: stacked[1]}
-            if _ways(row, self.base[name]):
-                self._experts({name: self.base[name]}, {name: row})
+            if _find_orientations(row, self.base[name]):
+                self._add_experts({name: self.base[name]}, {name: row})
             else:
                 shapes = f"{list(stacked[0].shape)} and {list(stacked[1].shape)}"
-                self._fault(first, f"{shapes} of all experts don't fit {name} {list(self.base[name].shape)}")
+                self._add_fault(first, f"{shapes} of all experts don't fit {name} {list(self.base[name].shape)}")
 
     # -- whole tensors -------------------------------------------------------------------------------------------------
 
-    def _whole(self, name: str, tensor: LogicalTensor) -> None:
-        target = self._target(name, tensor)
+    def _match_replaced(self, name: str, tensor: LogicalTensor) -> None:
+        target = self._find_target(name, tensor)
         if target is None:
             return
         if target.shape != tensor.shape:
-            self._fault(tensor, f"its shape {list(tensor.shape)} is not the base's {list(target.shape)}")
+            self._add_fault(tensor, f"its shape {list(tensor.shape)} is not the base's {list(target.shape)}")
         else:
             self.changes.setdefault(name, []).insert(0, ReplacedTensor(tensor))
 
-    def _target(self, name: str, tensor: LogicalTensor) -> LogicalTensor | None:
+    def _find_target(self, name: str, tensor: LogicalTensor) -> LogicalTensor | None:
         target = self.base.get(name)
         if target is None:
             self.missing.append(name)
             near = near_misses(name, self.base, most=1) if len(self.missing) <= self.near else ""
-            self._fault(tensor, f"the base has no {name}" + (f" ({near})" if near else ""))
+            self._add_fault(tensor, f"the base has no {name}" + (f" ({near})" if near else ""))
         return target
 
-    def _fault(self, tensor: LogicalTensor, what: str) -> None:
+    def _add_fault(self, tensor: LogicalTensor, what: str) -> None:
         self.faults.append(f"{tensor.key.name}: {what}")
 
     # -- modules with a weight -----------------------------------------------------------------------------------------
 
-    def _votes(self, module: str, row: Mapping[str, LogicalTensor]) -> None:
+    def _note_orientation(self, module: str, row: Mapping[str, LogicalTensor]) -> None:
         target = self.base.get(f"{module}.weight")
         a = row.get(A)
         b = row.get(B)
@@ -260,26 +260,26 @@ class _Matching:
                 target.shape == (prod(a.shape[1:]), b.shape[0])
             )
 
-    def _plain(self, module: str, row: Mapping[str, LogicalTensor]) -> None:
+    def _match_plain(self, module: str, row: Mapping[str, LogicalTensor]) -> None:
         first = next(iter(row.values()))
         name = f"{module}.weight"
-        target = self._target(name, first)
+        target = self._find_target(name, first)
         if target is None:
             return
         if TOKENS in row:
-            self._tokens(name, module, target, row[TOKENS])
+            self._match_tokens(name, module, target, row[TOKENS])
         pairs = [(row.get(a), row.get(b), b) for a, b in ((A, B), (EMBEDDING_A, EMBEDDING_B))]
         if not any(a or b for a, b, _ in pairs):
             if set(row) - {TOKENS}:
-                self._fault(first, "without its lora_A and lora_B")
+                self._add_fault(first, "without its lora_A and lora_B")
             return
         for a, b, kind in pairs:
             if (a is None) != (b is None):
-                self._fault(a or b or first, "the other half of the pair is not there")
+                self._add_fault(a or b or first, "the other half of the pair is not there")
             elif a is not None and b is not None:
-                self._low(name, module, target, row, a, b, embedding=kind == EMBEDDING_B)
+                self._match_pair(name, module, target, row, a, b, embedding=kind == EMBEDDING_B)
 
-    def _low(
+    def _match_pair(
         self,
         name: str,
         module: str,
@@ -295,62 +295,62 @@ class _Matching:
         straight = target.shape == (outputs, *a.shape[1:])
         turned = target.shape == (prod(a.shape[1:]), outputs)
         if rank == 0 or len(a.shape) < 2 or prod(b.shape[1:]) != rank:
-            self._fault(
+            self._add_fault(
                 a, f"shapes {list(a.shape)} and {list(b.shape)} are no pair of lora_A and lora_B: a rank's part alone?"
             )
         elif not (turned if embedding else straight or turned):
-            self._fault(a, f"{list(a.shape)} and {list(b.shape)} don't fit {name} of shape {list(target.shape)}")
-        elif self._rank_is(module, rank, a) and self._magnitude_is(row, outputs, a):
+            self._add_fault(a, f"{list(a.shape)} and {list(b.shape)} don't fit {name} of shape {list(target.shape)}")
+        elif self._check_rank(module, rank, a) and self._check_magnitude(row, outputs, a):
             low = Low(
                 a,
                 b,
                 rank,
-                self.settings.scaling(self._called(module), rank),
-                embedding or (turned and (not straight or self._lies_turned(module))),
+                self.settings.scaling(self._name_in_config(module), rank),
+                embedding or (turned and (not straight or self._is_stored_transposed(module))),
                 magnitude=row.get(MAGNITUDE),
             )
             self.changes.setdefault(name, []).append(low)
             if BIAS in row:
-                self._bias(f"{module}.bias", row[BIAS], low.scaling)
+                self._match_bias(f"{module}.bias", row[BIAS], low.scaling)
 
-    def _lies_turned(self, module: str) -> bool:
+    def _is_stored_transposed(self, module: str) -> bool:
         """A square weight: as those of its name in other places, as all others, as the config says."""
         own = self.turned.get(module.rpartition(".")[2], set())
         every = set().union(*self.turned.values())
         votes = own if len(own) == 1 else every if len(every) == 1 else {self.settings.fan_in_fan_out}
         return next(iter(votes))
 
-    def _rank_is(self, module: str, rank: int, a: LogicalTensor) -> bool:
-        want = self.settings.rank_of(self._called(module))
+    def _check_rank(self, module: str, rank: int, a: LogicalTensor) -> bool:
+        want = self.settings.rank_of(self._name_in_config(module))
         if want != rank:
-            self._fault(a, f"rank {rank}, and the config says {want}")
+            self._add_fault(a, f"rank {rank}, and the config says {want}")
         return want == rank
 
-    def _called(self, name: str) -> str:
+    def _name_in_config(self, name: str) -> str:
         """A module, or a parameter of one, as the adapter's config calls it."""
         module, _, last = name.rpartition(".")
         return self.own.get(name) or (f"{self.own[module]}.{last}" if module in self.own else name)
 
-    def _magnitude_is(self, row: Mapping[str, LogicalTensor], outputs: int, a: LogicalTensor) -> bool:
+    def _check_magnitude(self, row: Mapping[str, LogicalTensor], outputs: int, a: LogicalTensor) -> bool:
         magnitude = row.get(MAGNITUDE)
         if self.settings.dora and magnitude is None:
-            self._fault(a, "the config says DoRA, and there is no lora_magnitude_vector")
+            self._add_fault(a, "the config says DoRA, and there is no lora_magnitude_vector")
         elif magnitude is not None and not self.settings.dora:
-            self._fault(magnitude, "the config says nothing of DoRA")
+            self._add_fault(magnitude, "the config says nothing of DoRA")
         elif magnitude is not None and magnitude.numel != outputs:
-            self._fault(magnitude, f"{magnitude.numel} magnitudes for {outputs} outputs")
+            self._add_fault(magnitude, f"{magnitude.numel} magnitudes for {outputs} outputs")
         else:
             return True
         return False
 
-    def _bias(self, name: str, added: LogicalTensor, scaling: float) -> None:
-        target = self._target(name, added)
+    def _match_bias(self, name: str, added: LogicalTensor, scaling: float) -> None:
+        target = self._find_target(name, added)
         if target is not None and target.shape != added.shape:
-            self._fault(added, f"its shape {list(added.shape)} is not the base's {list(target.shape)}")
+            self._add_fault(added, f"its shape {list(added.shape)} is not the base's {list(target.shape)}")
         elif target is not None:
             self.changes.setdefault(name, []).append(Bias(added, scaling))
 
-    def _tokens(self, name: str, module: str, target: LogicalTensor, values: LogicalTensor) -> None:
+    def _match_tokens(self, name: str, module: str, target: LogicalTensor, values: LogicalTensor) -> None:
         tokens = self.settings.tokens
         found = [rows for key, rows in tokens.items() if key and f".{module}".endswith(f".{key}")]
         rows = found[0] if found else tokens.get("", ())
@@ -360,13 +360,13 @@ class _Matching:
             or any(r >= target.shape[0] for r in rows)
         ):
             wanted = f"{len(rows)} rows by the config, for a weight of {list(target.shape)}"
-            self._fault(values, f"its shape {list(values.shape)} does not fit {wanted}")
+            self._add_fault(values, f"its shape {list(values.shape)} does not fit {wanted}")
         else:
             self.changes.setdefault(name, []).append(Tokens(rows, values))
 
     # -- parameters of a module without a weight: stacked experts ------------------------------------------------------
 
-    def _parameters(self, module: str) -> dict[str, LogicalTensor]:
+    def _find_parameters(self, module: str) -> dict[str, LogicalTensor]:
         """The module's own matrices that the config targets, or all of them where it names none."""
         requested = self.settings.parameters
         return {
@@ -375,39 +375,39 @@ class _Matching:
             if not requested or any(name == each or name.endswith(f".{each}") for each in requested)
         }
 
-    def _stacked(self, module: str, levels: Mapping[int, Mapping[str, LogicalTensor]]) -> None:
+    def _match_stacked(self, module: str, levels: Mapping[int, Mapping[str, LogicalTensor]]) -> None:
         first = next(iter(next(iter(levels.values())).values()))
-        parameters = self._parameters(module)
+        parameters = self._find_parameters(module)
         inner_first = [levels[level] for level in sorted(levels, reverse=True)]
         if not parameters:
-            self._target(f"{module}.weight", first)
+            self._find_target(f"{module}.weight", first)
         elif sorted(levels) != list(range(len(levels))) or len(levels) > min(_MOST, len(parameters)):
-            self._fault(
+            self._add_fault(
                 first,
                 f"{len(levels)} levels of wrappers, and the base has {', '.join(parameters) or 'no parameter'} there",
             )
         elif any(set(row) != {A, B} for row in inner_first):
-            self._fault(first, "a parameter's wrapper holds a lora_A and a lora_B alone")
+            self._add_fault(first, "a parameter's wrapper holds a lora_A and a lora_B alone")
         else:
             fits = [
                 names
                 for names in permutations(parameters, len(levels))
-                if all(_ways(row, parameters[name]) for row, name in zip(inner_first, names, strict=True))
+                if all(_find_orientations(row, parameters[name]) for row, name in zip(inner_first, names, strict=True))
             ]
-            order = [names for names in fits if list(names) == sorted(names, key=_registered)]
+            order = [names for names in fits if list(names) == sorted(names, key=_find_registration_order)]
             if not fits:
                 shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in parameters.items())
                 rows = ", ".join(str([list(tensor.shape) for tensor in row.values()]) for row in inner_first)
-                self._fault(first, f"shapes {rows} don't fit {shapes}")
+                self._add_fault(first, f"shapes {rows} don't fit {shapes}")
             elif len(fits) > 1 and len(order) != 1:
-                self._fault(first, f"its shapes fit {', '.join(parameters)} in more than one way")
+                self._add_fault(first, f"its shapes fit {', '.join(parameters)} in more than one way")
             else:
-                self._experts(parameters, dict(zip((order or fits)[0], inner_first, strict=True)))
+                self._add_experts(parameters, dict(zip((order or fits)[0], inner_first, strict=True)))
 
-    def _experts(
+    def _add_experts(
         self, parameters: Mapping[str, LogicalTensor], rows: Mapping[str, Mapping[str, LogicalTensor]]
     ) -> None:
-        ways = {name: _ways(row, parameters[name]) for name, row in rows.items()}
+        ways = {name: _find_orientations(row, parameters[name]) for name, row in rows.items()}
         sure = {next(iter(way)) for way in ways.values() if len(way) == 1}
         for name, row in rows.items():
             tensor = parameters[name]
@@ -422,13 +422,13 @@ class _Matching:
                 if len(sure) == 1
                 else self.transposed
             )
-            if self._rank_is(name, rank, a):
+            if self._check_rank(name, rank, a):
                 self.changes.setdefault(name, []).append(
-                    Low(a, b, rank, self.settings.scaling(self._called(name), rank), turned, experts)
+                    Low(a, b, rank, self.settings.scaling(self._name_in_config(name), rank), turned, experts)
                 )
 
 
-def _ways(row: Mapping[str, LogicalTensor], tensor: LogicalTensor) -> set[bool]:
+def _find_orientations(row: Mapping[str, LogicalTensor], tensor: LogicalTensor) -> set[bool]:
     """How A (e r, in) and B (out, e r) fit stacked matrices: False for (e, out, in), True for (e, in, out)."""
     a = row[A].shape
     b = row[B].shape
@@ -442,11 +442,11 @@ def _ways(row: Mapping[str, LogicalTensor], tensor: LogicalTensor) -> set[bool]:
     )
 
 
-def _registered(name: str) -> int:
+def _find_registration_order(name: str) -> int:
     """Where transformers registers the parameter in its module: the fused first matrix before the second."""
-    last = name.rpartition(".")[2]
+    parameter = name.rpartition(".")[2]
     order = ("gate_up_proj", "gate_proj", "up_proj", "w1", "w3", "down_proj", "w2")
-    return order.index(last) if last in order else len(order)
+    return order.index(parameter) if parameter in order else len(order)
 
 
 # -- names of an adapter's tensors -------------------------------------------------------------------------------------
@@ -490,22 +490,22 @@ def part_of(name: str) -> AdapterPart | None:
         (_MAGNITUDE, None),
         (_TOKENS, None),
     ):
-        found = pattern.fullmatch(name)
-        if found is None:
+        match = pattern.fullmatch(name)
+        if match is None:
             continue
-        module, level = _unwrapped(found[1])
+        module, level = _unwrap(match[1])
         if letters is None:
             return AdapterPart(module, MAGNITUDE if pattern is _MAGNITUDE else TOKENS, level)
-        if pattern is _LORA and found[3] == "bias":
-            return AdapterPart(module, BIAS, level) if found[2] == "B" else None
-        return AdapterPart(module, letters[found[2]], level)
-    if any(each.startswith("lora_") or each == "token_adapter" for each in name.split(".")):
+        if pattern is _LORA and match[3] == "bias":
+            return AdapterPart(module, BIAS, level) if match[2] == "B" else None
+        return AdapterPart(module, letters[match[2]], level)
+    if any(word.startswith("lora_") or word == "token_adapter" for word in name.split(".")):
         return None
-    module, last = _SAVED.sub("", name).rpartition(".")[::2]
-    return AdapterPart(f"{_unwrapped(module)[0]}.{last}" if module else last, WHOLE)
+    module, parameter = _SAVED.sub("", name).rpartition(".")[::2]
+    return AdapterPart(f"{_unwrap(module)[0]}.{parameter}" if module else parameter, WHOLE)
 
 
-def _unwrapped(module: str) -> tuple[str, int]:
+def _unwrap(module: str) -> tuple[str, int]:
     level = 0
     while module.endswith(_LEVEL):
         module = module.removesuffix(_LEVEL)
@@ -546,8 +546,8 @@ def root_for(modules: Iterable[str], known: Collection[str]) -> tuple[Root, int]
     modules."""
     modules = list(modules)
     counts = [sum(root.of(module) in known for module in modules) for root in ROOTS]
-    most = max(counts)
-    return ROOTS[counts.index(most)], most
+    best = max(counts)
+    return ROOTS[counts.index(best)], best
 
 
 # -- what is absent ----------------------------------------------------------------------------------------------------
@@ -559,18 +559,23 @@ _NUMBER = re.compile(r"\d+")
 def absent(base: Iterable[str], adapted: Collection[str], whole: Collection[str], settings: Settings) -> list[str]:
     """One line each. base: names of its tensors; adapted: its modules with a pair; whole: its tensors that are
     replaced."""
-    out = []
+    lines = []
     targets = frozenset(settings.targets)
     kinds = {_NUMBER.sub("#", module) for module in adapted} if targets else set()
     for name in base:
-        module, _, last = name.rpartition(".")
-        if last == "weight" and module not in adapted and _NUMBER.sub("#", module) in kinds and _ends(module, targets):
-            out.append(f"{module}: no lora_A and lora_B")
+        module, _, parameter = name.rpartition(".")
+        if (
+            parameter == "weight"
+            and module not in adapted
+            and _NUMBER.sub("#", module) in kinds
+            and _ends_with_any(module, targets)
+        ):
+            lines.append(f"{module}: no lora_A and lora_B")
         elif name not in whole and any(f".{saved}." in f".{module}." for saved in settings.saved):
-            out.append(f"{name}: not there, and it belongs to modules_to_save")
-    return out
+            lines.append(f"{name}: not there, and it belongs to modules_to_save")
+    return lines
 
 
-def _ends(module: str, endings: frozenset[str]) -> bool:
+def _ends_with_any(module: str, endings: frozenset[str]) -> bool:
     parts = module.split(".")
     return any(".".join(parts[k:]) in endings for k in range(len(parts)))

@@ -30,14 +30,14 @@ def without_wrapping(name: str) -> str:
     'vision_tower.encoder.layers.0.mlp.fc1'
     """
     steps = name.split(".")
-    kept = []
+    words = []
     for position, step in enumerate(steps):
         if step.isdigit():
-            kept += steps[position:]
+            words += steps[position:]
             break
         if step not in _WRAPPING:
-            kept.append(step)
-    return ".".join(kept)
+            words.append(step)
+    return ".".join(words)
 
 
 class Towers:
@@ -60,15 +60,15 @@ def changed_prefix(old: str, new: str) -> tuple[str, str]:
     >>> changed_prefix("model.visual.blocks.0.attn.qkv", "visual.blocks.0.attn.qkv")
     ('model.', '')
     """
-    ours = old.split(".")
-    theirs = new.split(".")
-    while ours and theirs and ours[-1] == theirs[-1]:
-        ours.pop()
-        theirs.pop()
-    return "".join(f"{step}." for step in ours), "".join(f"{step}." for step in theirs)
+    old_words = old.split(".")
+    new_words = new.split(".")
+    while old_words and new_words and old_words[-1] == new_words[-1]:
+        old_words.pop()
+        new_words.pop()
+    return "".join(f"{step}." for step in old_words), "".join(f"{step}." for step in new_words)
 
 
 def describe_renaming(renamed: Collection[tuple[str, str]]) -> list[str]:
     """Lines for the report. renamed: (the adapter's module, the base's)."""
-    prefixes = dict.fromkeys(changed_prefix(old, new) for old, new in renamed)
-    return [f"the adapter's modules {old}* are {new}* of the base" for old, new in prefixes]
+    prefixes = dict.fromkeys(changed_prefix(old_prefix, new_prefix) for old_prefix, new_prefix in renamed)
+    return [f"the adapter's modules {old_prefix}* are {new_prefix}* of the base" for old_prefix, new_prefix in prefixes]

@@ -39,7 +39,7 @@ def findings(subject: Subject) -> Iterator[FoundFault]:
         yield from _heads(subject)
         yield from _vocabulary(subject)
     yield from _dtypes(subject)
-    yield from _quantised(subject)
+    yield from _check_quantisation(subject)
 
 
 def _heads(subject: Subject) -> Iterator[FoundFault]:
@@ -69,11 +69,11 @@ def _dtypes(subject: Subject) -> Iterator[FoundFault]:
         if len(types) < 2 or total < _FEW:
             continue
         usual = max(types, key=lambda each: len(types[each]))
-        for other, names in types.items():
-            if other != usual and len(names) * _FEW <= total:
+        for dtype_name, names in types.items():
+            if dtype_name != usual and len(names) * _FEW <= total:
                 for name in names[:_SHOWN]:
                     others = len(types[usual])
-                    yield FoundFault(DTYPE, f"{name} is {other}, and that of {others} other layers {usual}", name)
+                    yield FoundFault(DTYPE, f"{name} is {dtype_name}, and that of {others} other layers {usual}", name)
 
 
 def _vocabulary(subject: Subject) -> Iterator[FoundFault]:
@@ -82,19 +82,19 @@ def _vocabulary(subject: Subject) -> Iterator[FoundFault]:
     if not rows:
         return
     config = subject.found.family.facts(subject.config) if subject.found else subject.config
-    stated = config.get("vocab_size")
+    vocab_size = config.get("vocab_size")
     padded = subject.found is not None and subject.found.dialect.startswith("megatron")
     name = next(iter(rows))
-    wrong = type(stated) is int and (rows[name] < stated or (rows[name] > stated and not padded))
+    wrong = type(vocab_size) is int and (rows[name] < vocab_size or (rows[name] > vocab_size and not padded))
     if wrong and subject.sure:
-        yield FoundFault(WORDS, f"{name} has {rows[name]} rows, and the config says vocab_size {stated}", name)
-    different = [each for each in rows if rows[each] != rows[name]]
+        yield FoundFault(WORDS, f"{name} has {rows[name]} rows, and the config says vocab_size {vocab_size}", name)
+    different = [tensor for tensor in rows if rows[tensor] != rows[name]]
     if different and not padded:
         message = f"{different[0]} has {rows[different[0]]} rows, and {name} {rows[name]}"
         yield FoundFault(WORDS, message, different[0])
-    last, file = max(_token_numbers(subject), default=(-1, ""))
-    if last >= rows[name]:
-        message = f"{file} has tokens up to number {last}, and {name} {rows[name]} rows"
+    last_token, file = max(_token_numbers(subject), default=(-1, ""))
+    if last_token >= rows[name]:
+        message = f"{file} has tokens up to number {last_token}, and {name} {rows[name]} rows"
         yield FoundFault(WORDS, message, name, file=file)
 
 
@@ -121,33 +121,33 @@ def _numbers(value: Any) -> Iterable[Any]:
     vocab = value["model"].get("vocab") if isinstance(value["model"], Mapping) else None
     words = vocab.values() if isinstance(vocab, Mapping) else [len(vocab) - 1] if isinstance(vocab, list) else ()
     added = value.get("added_tokens")
-    more = [each.get("id") for each in added if isinstance(each, Mapping)] if isinstance(added, list) else []
-    return [*words, *more]
+    added_ids = [token.get("id") for token in added if isinstance(token, Mapping)] if isinstance(added, list) else []
+    return [*words, *added_ids]
 
 
-def _quantised(subject: Subject) -> Iterator[FoundFault]:
-    stated = quantisation(subject.model.config)
+def _check_quantisation(subject: Subject) -> Iterator[FoundFault]:
+    scheme = quantisation(subject.model.config)
     kinds = subject.kinds
-    found = subject.quantised
+    quantised = subject.quantised
     by_name = quantisation(None, kinds) if has_integers(kinds.values()) else None
 
     # Of a scheme that is not known nobody can say which parts belong together.
-    is_known = stated.known if stated is not None else by_name is None or by_name.known
-    is_told = bool(found.weights) or stated is not None
-    for fault in found.faults[:_SHOWN] if is_told and is_known else ():
+    is_known = scheme.known if scheme is not None else by_name is None or by_name.known
+    is_told = bool(quantised.weights) or scheme is not None
+    for fault in quantised.faults[:_SHOWN] if is_told and is_known else ():
         yield FoundFault(QUANTISED, f"{fault.name}: {fault.what}", fault.name)
 
     integers = any(kind.dtype.name in DTYPES and len(kind.shape) > 1 for kind in kinds.values())
-    there = bool(found.weights) or by_name is not None or (integers if not is_known else _has_codes(subject))
-    if section(subject.config) is not None and not there:
+    is_stored = bool(quantised.weights) or by_name is not None or (integers if not is_known else _has_codes(subject))
+    if section(subject.config) is not None and not is_stored:
         yield FoundFault(
-            QUANTISED, f"the config states {stated.scheme if stated else CONFIG_KEYS[0]}, and no tensor is quantised"
+            QUANTISED, f"the config states {scheme.scheme if scheme else CONFIG_KEYS[0]}, and no tensor is quantised"
         )
-    if stated is None and by_name is not None and by_name.wants_config:
-        what = "and no config says how they are stored: quantize_config.json, or a section of config.json"
-        yield FoundFault(QUANTISED, f"there are codes of {by_name.scheme} ({by_name.why}), {what}")
-    floats8 = [name for name in found.weights if kinds[name].dtype.name.startswith("F8")]
-    if floats8 and stated is None and by_name is None and subject.model.config is not None:
+    if scheme is None and by_name is not None and by_name.wants_config:
+        problem = "and no config says how they are stored: quantize_config.json, or a section of config.json"
+        yield FoundFault(QUANTISED, f"there are codes of {by_name.scheme} ({by_name.why}), {problem}")
+    floats8 = [name for name in quantised.weights if kinds[name].dtype.name.startswith("F8")]
+    if floats8 and scheme is None and by_name is None and subject.model.config is not None:
         dtype = kinds[floats8[0]].dtype.name
         message = f"{len(floats8)} weights are {dtype} with scales, and the config has no {CONFIG_KEYS[0]}"
         yield FoundFault(QUANTISED, message, floats8[0])

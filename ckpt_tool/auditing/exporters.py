@@ -20,7 +20,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from ckpt_tool.auditing.findings import EXPORTER, MISSING, NOTHING, FoundFault
-from ckpt_tool.auditing.names import ahead, gaps
+from ckpt_tool.auditing.names import count_mtp_layers, gaps
 from ckpt_tool.auditing.subject import Subject
 from ckpt_tool.families.table import form_of
 from ckpt_tool.sources.steps import step_of
@@ -78,32 +78,32 @@ _BESIDE = "E1671"
 def signatures(subject: Subject | None, found: Sequence[FoundFault], path: str) -> list[FoundFault]:
     """The known faults that the findings look like, with the evidence. subject: None where nothing could be opened.
     path: of the checkpoint; a step's name says that it was being saved, and not fetched."""
-    codes = {each.code for each in found}
-    out = []
+    codes = {fault.code for fault in found}
+    reports = []
     if subject is not None and MISSING in codes and (left_out := gaps(subject)):
         stem, numbers = next(iter(left_out.items()))
-        nearest = _of_a_gap(subject)
+        nearest = _judge_gap(subject)
         others = [report for report in (AREAL, BRIDGE_AHEAD, BRIDGE_SIZES) if report is not nearest]
-        what = f"{len(numbers)} files" if len(numbers) > 1 else "1 file"
-        evidence = f"of {stem}N {what} left out, and what names the files agrees with those that are there"
+        file_count = f"{len(numbers)} files" if len(numbers) > 1 else "1 file"
+        evidence = f"of {stem}N {file_count} left out, and what names the files agrees with those that are there"
         do = "export again with a release of the exporter that has the fix, or with MTP"
-        out.append(_seen(nearest, evidence, do, others))
+        reports.append(_seen(nearest, evidence, do, others))
     if NOTHING in codes:
-        out.append(_seen(BRIDGE_SIZES, "there is a config and no weights", "export with a model of these sizes"))
+        reports.append(_seen(BRIDGE_SIZES, "there is a config and no weights", "export with a model of these sizes"))
     if "E0381" in codes:
-        out.append(_seen(RELAX, "the index names tensors that their files lack", "make the index from the files"))
+        reports.append(_seen(RELAX, "the index names tensors that their files lack", "make the index from the files"))
     if "E0382" in codes:
-        out.append(_seen(BRIDGE_INDEX, "files hold tensors that the index lacks", "make the index from the files"))
+        reports.append(_seen(BRIDGE_INDEX, "files hold tensors that the index lacks", "make the index from the files"))
     step = step_of(path.rstrip("/").rpartition("/")[2], numbers=True)
-    beside = any(each.code == _BESIDE and not (each.file or "").endswith(".json") for each in found)
+    beside = any(fault.code == _BESIDE and not (fault.file or "").endswith(".json") for fault in found)
     if beside or (step is not None and codes.intersection(_SHORT)):
-        out.append(_seen(SPECULATORS, "a file ends early", "resume from what ckpt latest names, and save again"))
-    return out
+        reports.append(_seen(SPECULATORS, "a file ends early", "resume from what ckpt latest names, and save again"))
+    return reports
 
 
-def _of_a_gap(subject: Subject) -> Report:
-    promised, there = ahead(subject)
-    if not promised or there:
+def _judge_gap(subject: Subject) -> Report:
+    promised, present = count_mtp_layers(subject)
+    if not promised or present:
         return BRIDGE_SIZES
     return BRIDGE_AHEAD if _as_layers(subject) else AREAL
 
@@ -118,5 +118,5 @@ def _as_layers(subject: Subject) -> bool:
 
 def _seen(report: Report, evidence: str, do: str, others: Sequence[Report] = ()) -> FoundFault:
     """others: reports of the same cause."""
-    links = (report.link, *(other.link for other in others))
+    links = (report.link, *(other_report.link for other_report in others))
     return FoundFault(EXPORTER, f"{evidence}: as in {report.name}, where {report.what}", do=do, seen=links)

@@ -61,18 +61,18 @@ class FoundFault(NamedTuple):
 def rows_of(findings: Iterable[FoundFault]) -> list[dict[str, Any]]:
     """The findings as the document lists them, the worst first. `catalogue` is read where there are any."""
     rows = []
-    for each in findings:
-        known = catalogue().get(each.code)
+    for finding in findings:
+        entry = catalogue().get(finding.code)
         rows.append(
             {
-                "code": each.code,
-                "severity": severity_of(each.code),
-                "title": known.title if known else each.code,
-                "message": each.message,
-                "file": each.file,
-                "tensor": each.tensor,
-                "do": each.do or (known.do if known else ""),
-                "seen": [{"name": name, "url": url} for name, url in each.seen],
+                "code": finding.code,
+                "severity": severity_of(finding.code),
+                "title": entry.title if entry else finding.code,
+                "message": finding.message,
+                "file": finding.file,
+                "tensor": finding.tensor,
+                "do": finding.do or (entry.do if entry else ""),
+                "seen": [{"name": name, "url": url} for name, url in finding.seen],
             }
         )
     order = ("error", "warning", "suspicion")

@@ -52,7 +52,7 @@ def findings(subject: Subject) -> Iterator[FoundFault]:
     from ckpt_tool.run.row_norms import apart, explained, row_norms, sloped
 
     suspected: dict[tuple[str, str], list[str]] = defaultdict(list)
-    turned: dict[str, dict[str, float]] = defaultdict(dict)
+    swapped: dict[str, dict[str, float]] = defaultdict(dict)
     counts: dict[str, int] = defaultdict(int)
     for fused in fused_weights(subject):
         norms = row_norms(subject.opened.catalog, subject.opened.tree, TensorKey(fused.name, subject.state))
@@ -61,27 +61,29 @@ def findings(subject: Subject) -> Iterator[FoundFault]:
         counts[form] += 1
         best = max(fused.others, key=lambda each: explained(norms, fused.others[each]), default=None)
         if best is not None:
-            other = explained(norms, fused.others[best])
-            if other >= max(_CLEAR, sloped(norms) + _MORE) and share <= _WEAK:
+            other_distance = explained(norms, fused.others[best])
+            if other_distance >= max(_CLEAR, sloped(norms) + _MORE) and share <= _WEAK:
                 suspected[form, best].append(fused.name)
         if max(fused.stated) == 1:
-            turned[form][fused.name] = apart(norms, fused.stated)
+            swapped[form][fused.name] = apart(norms, fused.stated)
     for (form, best), names in suspected.items():
         if len(names) >= _LAYERS and len(names) == counts[form]:
             message = f"the rows of {names[0]} (and {len(names) - 1} more) look as if its parts were stored {best}"
             yield FoundFault(ORDER, message, names[0])
-    for distances in turned.values():
-        yield from _turned(distances)
+    for distances in swapped.values():
+        yield from _find_swapped(distances)
 
 
-def _turned(distances: Mapping[str, float]) -> Iterator[FoundFault]:
+def _find_swapped(distances: Mapping[str, float]) -> Iterator[FoundFault]:
     """One layer whose parts differ as clearly as all others' do, the other way round."""
     for sign in (1, -1):
         usual = [name for name, distance in distances.items() if sign * distance >= _SURE]
-        odd = [name for name, distance in distances.items() if -sign * distance >= _SURE]
-        if len(odd) == 1 and len(usual) >= _OTHERS and len(usual) + 1 == len(distances):
+        outliers = [name for name, distance in distances.items() if -sign * distance >= _SURE]
+        if len(outliers) == 1 and len(usual) >= _OTHERS and len(usual) + 1 == len(distances):
             yield FoundFault(
-                ORDER, f"the two parts of {odd[0]} look swapped: in all other layers the larger is the other", odd[0]
+                ORDER,
+                f"the two parts of {outliers[0]} look swapped: in all other layers the larger is the other",
+                outliers[0],
             )
 
 
@@ -144,10 +146,10 @@ def _labels(pattern: Pattern, sizes: Mapping[str, object], shape: tuple[int, ...
 def _arrangements(stated: Sequence[int]) -> dict[str, list[int]]:
     """The parts of the rows, of the same sizes, laid out otherwise."""
     sizes = [stated.count(part) for part in range(max(stated) + 1)]
-    out = {"one after another": [part for part, size in enumerate(sizes) for _ in range(size)]}
+    arrangements = {"one after another": [part for part, size in enumerate(sizes) for _ in range(size)]}
     for stripes in (*_RANKS, min(sizes)):
         if all(size % stripes == 0 for size in sizes) and stripes > 1:
             stripe = [part for part, size in enumerate(sizes) for _ in range(size // stripes)]
-            what = "row by row" if stripes == min(sizes) == max(sizes) else f"in {stripes} stripes"
-            out[what] = stripe * stripes
-    return {what: labels for what, labels in out.items() if labels != list(stated)}
+            description = "row by row" if stripes == min(sizes) == max(sizes) else f"in {stripes} stripes"
+            arrangements[description] = stripe * stripes
+    return {description: labels for description, labels in arrangements.items() if labels != list(stated)}

@@ -58,21 +58,21 @@ def findings(subject: Subject) -> Iterator[FoundFault]:
     """What names, shapes and the index show. Headers alone."""
     if subject.whole:
         yield from _config(subject)
-        yield from _wrapped(subject)
-        yield from _limited(_missing(subject))
-        yield from _limited(_strange(subject))
+        yield from _find_wrapped(subject)
+        yield from _limit_findings(_missing(subject))
+        yield from _limit_findings(_strange(subject))
         yield from _outside(subject)
-        yield from _limited(_shapes(subject))
+        yield from _limit_findings(_shapes(subject))
         yield from _experts(subject)
-        yield from _ahead(subject)
+        yield from _find_partial_mtp(subject)
     yield from _numbers(subject)
 
 
-def _limited(found: Iterator[FoundFault]) -> Iterator[FoundFault]:
-    listed = list(found)
-    yield from listed[:_SHOWN]
-    if len(listed) > _SHOWN:
-        yield listed[_SHOWN]._replace(message=f"and {len(listed) - _SHOWN} more of this kind", tensor=None)
+def _limit_findings(found: Iterator[FoundFault]) -> Iterator[FoundFault]:
+    findings = list(found)
+    yield from findings[:_SHOWN]
+    if len(findings) > _SHOWN:
+        yield findings[_SHOWN]._replace(message=f"and {len(findings) - _SHOWN} more of this kind", tensor=None)
 
 
 def _config(subject: Subject) -> Iterator[FoundFault]:
@@ -81,7 +81,7 @@ def _config(subject: Subject) -> Iterator[FoundFault]:
             yield FoundFault(CONFIG, f"the config contradicts itself: {line}", file=subject.model.origin)
 
 
-def _wrapped(subject: Subject) -> Iterator[FoundFault]:
+def _find_wrapped(subject: Subject) -> Iterator[FoundFault]:
     """Names of a hub folder behind a prefix. A job's own file has the names that the job goes on with."""
     config = subject.model.config
     is_of_the_hub = subject.opened.format.holds.dialect == "hf" and subject.opened.tree.single is None
@@ -90,15 +90,17 @@ def _wrapped(subject: Subject) -> Iterator[FoundFault]:
     names = list(subject.kinds)
     family = configured_family(config)
     if family is not None:
-        what = describe_prefix(names, [family])
-        advice = advise_on_prefix(what)
+        description = describe_prefix(names, [family])
+        advice = advise_on_prefix(description)
     else:
         prefix = find_certain_wrapper(names) if names_a_model(config) else ""
-        what = f"all {len(names)} names begin with `{prefix}`, which a trainer's wrapper puts there" if prefix else ""
+        description = (
+            f"all {len(names)} names begin with `{prefix}`, which a trainer's wrapper puts there" if prefix else ""
+        )
         advice = f"--rename '{prefix}*=*' takes it off"
-    if what:
+    if description:
         do = f"ckpt convert SRC OUT --to safetensors writes the model again: {advice}."
-        yield FoundFault(WRAPPED, f"{what}: no library finds its weights under these names", names[0], do=do)
+        yield FoundFault(WRAPPED, f"{description}: no library finds its weights under these names", names[0], do=do)
 
 
 def lost_names(subject: Subject) -> list[str]:
@@ -128,15 +130,15 @@ def _outside(subject: Subject) -> Iterator[FoundFault]:
     if subject.found is None or not subject.sure:
         return
     family, dialect = subject.found
-    listed = {name for known_class in family.classes for name in known_class.architectures}
-    if not listed.issuperset(stated_classes(subject.config)):
+    architectures = {name for known_class in family.classes for name in known_class.architectures}
+    if not architectures.issuperset(stated_classes(subject.config)):
         return
 
     coded = modules_of_unknown_codes(subject.kinds, subject.model.config)
     names = [name for name in outside(family, dialect, subject.weights) if name.rpartition(".")[0] not in coded]
     if names:
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        yield FoundFault(OUTSIDE, f"{names[0]}{more}: outside the layers, and in no rule of {family.name}", names[0])
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield FoundFault(OUTSIDE, f"{names[0]}{others}: outside the layers, and in no rule of {family.name}", names[0])
 
 
 def _shapes(subject: Subject) -> Iterator[FoundFault]:
@@ -151,44 +153,44 @@ def _experts(subject: Subject) -> Iterator[FoundFault]:
     """Experts one by one against the number in the config; `completeness` finds gaps, and shapes tell fused ones. And
     experts that are there in both layouts."""
     for front in mixed_experts(subject.weights):
-        shown = front.replace("%d", "*")
-        yield FoundFault(EXPERTS, f"{shown} has its experts both one by one and in one tensor a layer", shown)
+        pattern = front.replace("%d", "*")
+        yield FoundFault(EXPERTS, f"{pattern} has its experts both one by one and in one tensor a layer", pattern)
     count = subject.arguments.get("num_experts")
     if type(count) is not int or not count:
         return
     highest: dict[str, int] = {}
-    for found in filter(None, map(_EXPERT.match, subject.weights)):
-        if found[1] in highest or subject.ruled(found.string):
-            highest[found[1]] = max(highest.get(found[1], -1), int(found[3]))
+    for match in filter(None, map(_EXPERT.match, subject.weights)):
+        if match[1] in highest or subject.ruled(match.string):
+            highest[match[1]] = max(highest.get(match[1], -1), int(match[3]))
     decoders: dict[str, int] = {}  # of a model that speaks, what it speaks with has experts of its own number
-    for front, last in highest.items():
+    for front, highest_number in highest.items():
         root = _LAYER.split(front)[0]
-        decoders[root] = max(decoders.get(root, -1), last)
-    for front, last in highest.items():
-        if last + 1 < count and decoders[_LAYER.split(front)[0]] == max(decoders.values()):
-            message = f"{front}{last} is the last expert, and the config says {count} of them"
-            yield FoundFault(EXPERTS, message, f"{front}{last + 1}")
+        decoders[root] = max(decoders.get(root, -1), highest_number)
+    for front, highest_number in highest.items():
+        if highest_number + 1 < count and decoders[_LAYER.split(front)[0]] == max(decoders.values()):
+            message = f"{front}{highest_number} is the last expert, and the config says {count} of them"
+            yield FoundFault(EXPERTS, message, f"{front}{highest_number + 1}")
 
 
-def ahead(subject: Subject) -> tuple[int, set[int | str]]:
+def count_mtp_layers(subject: Subject) -> tuple[int, set[int | str]]:
     """(layers of multi-token prediction that the config promises, those of which there are tensors: numbers from 0)."""
     promised = subject.arguments.get("mtp_num_layers")
     layers = subject.arguments.get("num_layers")
     promised = promised if type(promised) is int else 0
-    there = set[int | str]()
+    present = set[int | str]()
     for name in subject.kinds if promised else ():
         if _MTP.search(name):
-            there.add(next((int(word) for word in name.split(".") if numeral(word)), 0))
-        elif (found := _LAYER.search(name)) and type(layers) is int and int(found[1]) >= layers:
-            there.add(int(found[1]) - layers)
-    return promised, there
+            present.add(next((int(word) for word in name.split(".") if numeral(word)), 0))
+        elif (match := _LAYER.search(name)) and type(layers) is int and int(match[1]) >= layers:
+            present.add(int(match[1]) - layers)
+    return promised, present
 
 
-def _ahead(subject: Subject) -> Iterator[FoundFault]:
+def _find_partial_mtp(subject: Subject) -> Iterator[FoundFault]:
     """Some of the layers and not all: a trainer that leaves MTP out leaves all of it out (transformers does)."""
-    promised, there = ahead(subject)
-    gone = [number for number in range(min(promised, 64)) if number not in there]
-    if there and gone:
+    promised, present = count_mtp_layers(subject)
+    gone = [number for number in range(min(promised, 64)) if number not in present]
+    if present and gone:
         yield FoundFault(
             AHEAD, f"the config promises {promised} layers of multi-token prediction, number {gone[0]} is not there"
         )
@@ -198,19 +200,19 @@ def gaps(subject: Subject) -> Mapping[str, list[int]]:
     """`model-` -> the numbers of files that are left out, by the names of those that the checkpoint consists of."""
     stems: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
     for file in subject.opened.catalog.files:
-        if found := _NUMBERED.fullmatch(file.rpartition("/")[2]):
-            stems[found[1]][int(found[3])].add(int(found[2]))
-    out = {}
+        if match := _NUMBERED.fullmatch(file.rpartition("/")[2]):
+            stems[match[1]][int(match[3])].add(int(match[2]))
+    missing = {}
     for stem, totals in stems.items():
         for total, have in totals.items():
-            first = 0 if 0 in have else 1
-            if total <= 100_000 and (gone := [n for n in range(first, first + total) if n not in have]):
-                out[stem] = gone
-    return out
+            lowest = 0 if 0 in have else 1
+            if total <= 100_000 and (gone := [n for n in range(lowest, lowest + total) if n not in have]):
+                missing[stem] = gone
+    return missing
 
 
 def _numbers(subject: Subject) -> Iterator[FoundFault]:
     for stem, gone in gaps(subject).items():
-        some = ", ".join(map(str, gone[:8])) + (", ..." if len(gone) > 8 else "")
-        what = "file" if len(gone) == 1 else "files"
-        yield FoundFault(NUMBERS, f"by their names {len(gone)} {what} {stem}N are left out: {some}")
+        listed_numbers = ", ".join(map(str, gone[:8])) + (", ..." if len(gone) > 8 else "")
+        noun = "file" if len(gone) == 1 else "files"
+        yield FoundFault(NUMBERS, f"by their names {len(gone)} {noun} {stem}N are left out: {listed_numbers}")

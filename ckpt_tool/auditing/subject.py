@@ -82,13 +82,13 @@ def subject_of(opened: Opened, reading: Reading) -> Subject:
     state = MODEL if any(row.state == MODEL for row in rows) else MASTER
     kinds = {row.name: TensorKind(row.dtype, row.shape) for row in rows if row.state == state}
     tensors = tensors_of_model(kinds, model.config)
-    found, why = _family(opened, model, tensors.weights, reading)
+    match, reason = _family(opened, model, tensors.weights, reading)
     try:
         arguments = megatron_args(model.config).config if model.config else {}
     except CkptError:  # a config of which nothing is known
         arguments = {}
     asked = reading.family is not None
-    return Subject(opened, model, kinds, tensors.weights, tensors.quantised, state, found, why, arguments, asked)
+    return Subject(opened, model, kinds, tensors.weights, tensors.quantised, state, match, reason, arguments, asked)
 
 
 def _family(
@@ -96,12 +96,17 @@ def _family(
 ) -> tuple[FamilyMatch | None, str]:
     if model.foreign is not None and reading.family is None:
         return None, model.foreign.message
-    said = opened.catalog.hints.dialect
+    format_dialect = opened.catalog.hints.dialect
     home = registry.by_name(opened.catalog.format).holds.dialect
-    stated = said if isinstance(said, str) and said in DIALECTS else home
+    named_dialect = format_dialect if isinstance(format_dialect, str) and format_dialect in DIALECTS else home
     try:
         alike = {name: kinds[name].shape for name in one_of_each(kinds)}
-        return find(model.config, alike, stated=None if stated in ("hf", "keep") else stated, family=reading.family), ""
+        return find(
+            model.config,
+            alike,
+            stated=None if named_dialect in ("hf", "keep") else named_dialect,
+            family=reading.family,
+        ), ""
     except (UsageError, InputError) as e:
         if reading.family is not None:
             raise

@@ -60,10 +60,10 @@ def findings(subject: Subject, progress: Progress) -> Iterator[FoundFault]:
     tree = subject.opened.tree
     keys = [TensorKey(name, subject.state) for name in subject.kinds]
     progress.start(sum(catalog.tensors[key].nbytes for key in keys), "auditing")
-    seen = Statistics()
-    found = digests_of(catalog, tree, keys=keys, progress=progress, also=seen.visit)
+    statistics = Statistics()
+    found = digests_of(catalog, tree, keys=keys, progress=progress, also=statistics.visit)
     digests = {key.name: digest for key, digest in found.items()}
-    sums = {key.name: row for key, row in seen.found().items()}
+    sums = {key.name: row for key, row in statistics.found().items()}
     progress.finish()
     alike = {name for name, row in sums.items() if row["min"] is not None and row["min"] == row["max"]}
     yield from _copies(subject, digests, alike)
@@ -73,19 +73,19 @@ def findings(subject: Subject, progress: Progress) -> Iterator[FoundFault]:
 
 def _copies(subject: Subject, digests: Mapping[str, str], alike: set[str]) -> Iterator[FoundFault]:
     """Layers whose every matrix is that of another layer, then experts."""
-    for pattern, what in ((_LAYER, "layer"), (_EXPERT, "expert")):
+    for pattern, kind in ((_LAYER, "layer"), (_EXPERT, "expert")):
         modules: dict[str, dict[int, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
         for name, digest in digests.items():
-            found = pattern.match(name)
+            match = pattern.match(name)
             shape = subject.kinds[name].shape
-            if found and len(shape) > 1 and prod(shape) >= _LEAST and name not in alike:
-                modules[found[1]][int(found[2])][found[3]] = digest
+            if match and len(shape) > 1 and prod(shape) >= _LEAST and name not in alike:
+                modules[match[1]][int(match[2])][match[3]] = digest
         for front, numbers in modules.items():
-            first: dict[tuple[tuple[str, str], ...], int] = {}
+            first_of: dict[tuple[tuple[str, str], ...], int] = {}
             for number in sorted(numbers):
-                other = first.setdefault(tuple(sorted(numbers[number].items())), number)
-                if other != number:
-                    message = f"{what} {front}{number} has the weights of {front}{other}, bit for bit"
+                original = first_of.setdefault(tuple(sorted(numbers[number].items())), number)
+                if original != number:
+                    message = f"{kind} {front}{number} has the weights of {front}{original}, bit for bit"
                     yield FoundFault(COPIES, message, f"{front}{number}")
 
 
@@ -112,5 +112,5 @@ def _not_finite(subject: Subject, sums: Mapping[str, Mapping[str, Any]]) -> Iter
     for name, row in sums.items():
         bad = row["nan"] + row["inf"]
         if bad and not name.endswith(_MASKS):
-            what = "NaN" if row["nan"] else "infinite"
-            yield FoundFault(NOT_FINITE, f"{bad} values of {name} are {what}", name)
+            kind = "NaN" if row["nan"] else "infinite"
+            yield FoundFault(NOT_FINITE, f"{bad} values of {name} are {kind}", name)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from ckpt_tool.cli.plain import plain_job
 from ckpt_tool.core.progress import SILENT, Checking, listening
-from ckpt_tool.core.report_data import ReportData, collected
+from ckpt_tool.core.report_data import ReportData, collect_report_data
 from ckpt_tool.errors import CkptError, InputError, InternalError, Interrupted, StorageError, wrap_os_error
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _run(job: VerbJob, arguments: Sequence[str]) -> int:
     if show.report:  # of `apply` and of a merge's config only the plan says what is read
         progress = Checking(progress, partial(_check_report, show.report, job))
     try:
-        with listening(progress), collected(bool(show.report)) as seen:
+        with listening(progress), collect_report_data(bool(show.report)) as seen:
             document = job.run(progress)
     finally:
         progress.finish()  # whatever happens, the bar goes before anything else is printed

@@ -340,9 +340,9 @@ def delta(show: Show, src: str, new: str, dst: str, wanted: Making, reading: Rea
         return command(src, new, dst, reading, wanted, progress)
 
     def page(document: Document, uncut: bool) -> Shown:
-        from ckpt_tool.report.delta import made
+        from ckpt_tool.report.delta import make_delta_page
 
-        return made(document, everything=uncut)
+        return make_delta_page(document, everything=uncut)
 
     return VerbJob("delta", show, run, page, writes=True, sources=(src, new), outputs=(dst,))
 

@@ -15,7 +15,7 @@ from ckpt_tool.conversion.on_device import movers_of, with_device
 from ckpt_tool.conversion.output_state import is_committed, output_state
 from ckpt_tool.conversion.plan_file import load_plan
 from ckpt_tool.core.progress import Progress
-from ckpt_tool.core.report_data import for_report
+from ckpt_tool.core.report_data import keep_for_report
 from ckpt_tool.errors import OutputExists, SourceChanged, StorageError, UsageError
 from ckpt_tool.option_kinds.values import AUTO
 from ckpt_tool.options.verbs import Share
@@ -53,7 +53,7 @@ def apply(plan_file: str, share: Share, writing: Writing, progress: Progress) ->
     if scheme_of(plan_file) or short_url(plan_file):
         raise UsageError("a plan must be a local file", code="E2502", path=plan_file, hint="copy it here first")
     plan = load_plan(plan_file)
-    for_report("rewriting", partial(_rewriting, plan))
+    keep_for_report("rewriting", partial(_rewriting, plan))
     destination = place_of(plan.destination)
     seal = seal_of(writing, destination, part="--claim" if share.claim else "--part" if share.part else "")
     if writing.emit:

@@ -143,7 +143,7 @@ def _notes(subject: Subject) -> Iterator[str]:
         yield f"the names were compared with no family's rules: {subject.why}"
     elif subject.model.config is None:
         yield "there is no config: sizes, numbers of layers and experts were taken from the tensors"
-    promised, there = names.ahead(subject)
+    promised, there = names.count_mtp_layers(subject)
     if promised and not there:
         yield f"multi-token prediction: the config promises {promised}, none is there; speculative decoding needs it"
     yield from subject.model.notes

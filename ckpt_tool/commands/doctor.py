@@ -70,11 +70,11 @@ def _kernels() -> dict[str, Any]:
 
     found = driver.probe()
     try:
-        choice = choose.chosen()
+        choice = choose.choose_device()
         uses = {"uses": choice.level, "reason": choice.reason}
     except CkptError as e:
         uses = {"uses": "nothing", "reason": e.message}
-    return {**uses, "driver": driver.spelled(found.driver) if found.driver else None}
+    return {**uses, "driver": driver.spell_version(found.driver) if found.driver else None}
 
 
 def _version(name: str) -> str | None:

@@ -27,7 +27,7 @@ def info() -> dict[str, Any]:
     """What a run would use and why; driver, GPUs, nvcc, sources and what the cache holds. Builds nothing."""
     from ckpt_tool.device import build, cache, choose, driver
 
-    choice = choose.chosen()
+    choice = choose.choose_device()
     found = driver.probe()
     nvcc = build.find_nvcc()
     digest = build.source_digest()
@@ -52,7 +52,7 @@ def info() -> dict[str, Any]:
         "uses": choice.level,
         "reason": choice.reason,
         "setting": os.environ.get("CKPT_KERNELS"),
-        "driver": driver.spelled(found.driver) if found.driver else None,
+        "driver": driver.spell_version(found.driver) if found.driver else None,
         "gpus": [{"name": card.name, "architecture": f"sm_{card.architecture}"} for card in found.cards],
         "nvcc": nvcc,
         "nvcc_version": _named(build.version_of(nvcc).splitlines()) if nvcc else None,
@@ -84,14 +84,18 @@ def build(arch: str | None = None, *, out: str | None = None, force: bool = Fals
     """Compile the kernels and keep them in the cache, or write them to the new file `out`.
 
     arch: `90,100`, `native` (the GPUs at hand), `host` (the shim), None for sm_80, sm_90 and sm_100. force: though they
-    are built, and over `out`. Raises UsageError, OutputExists E0500, StorageError as `device.build.built`."""
+    are built, and over `out`. Raises UsageError, OutputExists E0500, StorageError as `device.build.ensure_built`."""
     from ckpt_tool.device import build as building
 
     if out is not None and os.path.lexists(out) and not force:
         raise OutputExists(f"{out} exists", code="E0500", path=out, hint="--force replaces it")
     if out is not None:
         check_target(out, "--out", _is_library, limit=_LIBRARY_LIMIT)
-    done = building.built("host", force=force) if arch == "host" else building.built("cuda", _wanted(arch), force=force)
+    done = (
+        building.ensure_built("host", force=force)
+        if arch == "host"
+        else building.ensure_built("cuda", _wanted(arch), force=force)
+    )
     notes = [done.note] if done.note else []
     left_out = sorted(set(_wanted(arch)) - set(done.architectures)) if arch != "host" else []
     if left_out:
@@ -231,7 +235,7 @@ def bench(*, quick: bool = False) -> dict[str, Any]:
     most = 1 << 20 if device.info.host else 1 << 28 if quick else 1 << 30
     payload = min(most, device.info.free_bytes // 8 // (1 << 20) << 20)
     repeats = 2 if device.info.host else 10 if quick else 30
-    rows = benching.measured(device, payload=payload, repeats=repeats)
+    rows = benching.measure_kernels(device, payload=payload, repeats=repeats)
     return {
         "schema_version": 1,
         "device": _device(device),

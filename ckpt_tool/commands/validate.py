@@ -55,7 +55,9 @@ def validate(wanted: Validating, *, progress: Progress) -> dict[str, Any]:
                 if len(cases) == 1:
                     raise
                 documents.append(
-                    roundtrip.failed(case, e) if isinstance(case, roundtrip.RoundTrip) else evidence.failed(case, e)
+                    roundtrip.make_failure(case, e)
+                    if isinstance(case, roundtrip.RoundTrip)
+                    else evidence.make_failure(case, e)
                 )
             if wanted.keep is None:
                 _empty(folder)

@@ -270,9 +270,9 @@ def _digested(
     catalog = opened.catalog
     tree = opened.tree
     if on is not None:
-        from ckpt_tool.device.verify import scanned
+        from ckpt_tool.device.verify import scan_tensors
 
-        return scanned(
+        return scan_tensors(
             catalog,
             tree,
             on,

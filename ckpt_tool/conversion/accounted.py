@@ -24,7 +24,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from ckpt_tool.core.report_data import collected
+from ckpt_tool.core.report_data import collect_report_data
 from ckpt_tool.errors import CkptError, InputError, OutputExists, UnsafeInput, failures_met, wrap_os_error
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.adapters.lone import CONFIG as ADAPTER_CONFIG
@@ -101,7 +101,7 @@ def refuse_unaccounted(place: str, paths: Iterable[str], empty: bool, other: Rea
     if empty:
         return
     try:
-        with failures_met() as failures, collected(False):  # a report is of the sources
+        with failures_met() as failures, collect_report_data(False):  # a report is of the sources
             given = open_tree(place)
             if given.single is not None:  # it was named itself
                 registry.detect(given)
@@ -202,7 +202,7 @@ def find_other_files(step: str, reading: Reading) -> list[str]:
     """
     if os.path.islink(step):
         return []
-    with failures_met() as failures, collected(False):
+    with failures_met() as failures, collect_report_data(False):
         given = open_tree(step, follow_symlinks=reading.follow_symlinks)
         there = [path for path in entries_below(Path(step)) if not path.endswith("/")]
         if given.single is not None:

@@ -461,10 +461,10 @@ def _refuse_unplaced(
 def _refuse_lacking(family: Family, target: str, mapped: Mapped, config: Mapping[str, Any] | None) -> None:
     """Raise Incomplete E1484 for what the target's rules say that a model has and no source makes: where all layers
     lack one tensor, nothing in the source shows it."""
-    from ckpt_tool.families.completeness import expected
+    from ckpt_tool.families.completeness import list_expected_tensors
 
     made = {each.name for each in mapped.made}
-    lost = [name for name in expected(family, target, config) or () if name not in made]
+    lost = [name for name in list_expected_tensors(family, target, config) or () if name not in made]
     if lost:
         raise Incomplete(
             f"{len(lost)} tensors that a {family.name} model has in dialect {target} have no source: {lost[0]}",

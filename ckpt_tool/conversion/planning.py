@@ -15,7 +15,7 @@ from ckpt_tool.conversion.whole_layers import notes_on_gaps
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.name_table import table_of_names
-from ckpt_tool.core.report_data import for_report
+from ckpt_tool.core.report_data import keep_for_report
 from ckpt_tool.core.target import LayoutWish, Target, Wanted, WantedTensor
 from ckpt_tool.core.tensor import MASTER
 from ckpt_tool.core.urls import VARIABLE, has_hidden_secrets
@@ -87,7 +87,7 @@ def make_plan(chosen: Chosen, destination: Place, fmt: Format, writing: Writing)
         {},
     )
     plan.report.update(_report(chosen, plan, target, layout, fallbacks, writing))
-    for_report("rewriting", partial(_rewriting, chosen, wanted, _listed(target), layout, fmt))
+    keep_for_report("rewriting", partial(_rewriting, chosen, wanted, _listed(target), layout, fmt))
     return plan, wanted
 
 

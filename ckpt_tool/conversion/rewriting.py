@@ -15,7 +15,17 @@ from ckpt_tool.formats.base import Format, ranks_of
 from ckpt_tool.plan.copy import Region, hull
 from ckpt_tool.plan.moves import Stored, box_of
 from ckpt_tool.plan.plan import Move, Plan
-from ckpt_tool.report.holdings import Given, Parts, RankOf, Rewriting, Tensor, holdings, nobody, of_target, whose
+from ckpt_tool.report.holdings import (
+    Given,
+    Parts,
+    RankOf,
+    Rewriting,
+    Tensor,
+    holdings,
+    list_target_holdings,
+    nobody,
+    whose,
+)
 from ckpt_tool.report.writing import cut_text, fallback_text
 from ckpt_tool.sources.chosen import Chosen
 from ckpt_tool.sources.opening import Opened
@@ -41,7 +51,7 @@ def rewriting_of(chosen: Chosen, wanted: Wanted, target: Target, layout: Layout,
             yield Given(row.tensor.key.state, row.tensor.dtype, row.tensor.shape, parts)
 
     after_mesh = layout.mesh.to_json()
-    after = of_target(wanted.tensors, target, after_mesh, ranks_of(fmt, after_mesh))
+    after = list_target_holdings(wanted.tensors, target, after_mesh, ranks_of(fmt, after_mesh))
     return Rewriting(tensors, holdings(rows(), mesh, rank_of), after, _fallbacks(layout))
 
 

@@ -13,7 +13,7 @@ DIGITS = 18  # of a number in a name: what 64 bits hold
 LEAST = 4096  # of layers and experts: few enough to count out, and a checkpoint may be one part of a model
 
 
-def bounded(count: int, there: int, what: str, *, path: str | None = None, key: str | None = None) -> int:
+def check_count(count: int, there: int, what: str, *, path: str | None = None, key: str | None = None) -> int:
     """`count`, unless it is more than `there` things can show. what: in words, as in `layers by the tensors' names`.
 
     path, key: where it stands, if that is known. Raises InconsistentCheckpoint E1650.

@@ -140,7 +140,7 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     while groups:
         group = groups.pop()
         if len(group) > 1:
-            parts = _apart(boxes, group)
+            parts = _split_by_planes(boxes, group)
             found = None if parts else _sweep(boxes, group)
             if found is not None:
                 return found
@@ -148,7 +148,7 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     return None
 
 
-def _apart(boxes: Sequence[Box], group: Sequence[int]) -> list[list[int]]:
+def _split_by_planes(boxes: Sequence[Box], group: Sequence[int]) -> list[list[int]]:
     """`group` in the parts that planes across one dim leave whole; [] when no dim has such a plane."""
     for dim in range(len(boxes[group[0]].shape)):
         parts: list[list[int]] = []

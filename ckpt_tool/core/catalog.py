@@ -145,11 +145,11 @@ def faults_of(tensors: Iterable[LogicalTensor], indexes: Sequence[str] = ()) -> 
                 gaps[str(tensor.key)] = tensor
     if gaps:
         sound = [tensor for tensor in tensors if str(tensor.key) not in gaps and len(tensor.chunks) > 1][:PEERS]
-        found = [_placed(each, gaps[each.key], sound, indexes) if each.key in gaps else each for each in found]
+        found = [_add_location(each, gaps[each.key], sound, indexes) if each.key in gaps else each for each in found]
     yield from found
 
 
-def _placed(
+def _add_location(
     fault: CkptError, tensor: LogicalTensor, sound: Sequence[LogicalTensor], indexes: Sequence[str]
 ) -> CkptError:
     """The fault with the file that lacks a part of the tensor, as its path and in its message."""

@@ -85,18 +85,18 @@ def to_json(value: Any) -> Any:
 def from_json(value: Any) -> Any:
     """The inverse of `to_json`. Raises CorruptFile (E0314) on an unknown tag, a bad body or bottomless nesting."""
     try:
-        return _from_json(value)
+        return _decode_tagged(value)
     except RecursionError as e:
         raise CorruptFile("extras are nested too deeply", code="E0314", hint="the index was edited or damaged") from e
 
 
-def _from_json(value: Any) -> Any:
+def _decode_tagged(value: Any) -> Any:
     if isinstance(value, list):
-        return [_from_json(item) for item in value]
+        return [_decode_tagged(item) for item in value]
     if not isinstance(value, dict):
         return value
     if len(value) != 1 or not next(iter(value)).startswith("$"):
-        return {key: _from_json(item) for key, item in value.items()}
+        return {key: _decode_tagged(item) for key, item in value.items()}
     (tag,) = value
     body = _body(tag, value)
     try:
@@ -107,15 +107,15 @@ def _from_json(value: Any) -> Any:
         if tag == "$bytes":
             return base64.b64decode(body, validate=True)
         if tag == "$tuple":
-            return tuple(_from_json(item) for item in body)
+            return tuple(_decode_tagged(item) for item in body)
         if tag == "$set":
-            return frozenset(_from_json(item) for item in body)
+            return frozenset(_decode_tagged(item) for item in body)
         if tag == "$symbol":
-            return Symbol(str(body[0]), tuple(_from_json(item) for item in body[1:]))
+            return Symbol(str(body[0]), tuple(_decode_tagged(item) for item in body[1:]))
         if tag == "$opaque":
             name, args, state = body
-            return Opaque(str(name), tuple(_from_json(item) for item in args), _from_json(state))
-        return {_from_json(key): _from_json(item) for key, item in body}
+            return Opaque(str(name), tuple(_decode_tagged(item) for item in args), _decode_tagged(state))
+        return {_decode_tagged(key): _decode_tagged(item) for key, item in body}
     except (TypeError, ValueError, IndexError) as e:
         raise CorruptFile(f"bad value under {tag}: {e}", code="E0314", hint="the index was edited or damaged") from e
 

@@ -18,10 +18,10 @@ ASKS_FOR_CODE = ("E0420", "E0421")
 FAULTS_SHOWN = 100  # of one pass, each a line
 
 
-def by_file(names: Iterable[str], read: Callable[[str], V]) -> dict[str, V]:
+def read_by_file(names: Iterable[str], read: Callable[[str], V]) -> dict[str, V]:
     """What `for_each` reads, by file."""
     listed = list(dict.fromkeys(names))
-    return dict(zip(listed, for_each(listed, read), strict=True))
+    return dict(zip(listed, read_each(listed, read), strict=True))
 
 
 def together(faults: Sequence[CkptError]) -> CkptError:
@@ -39,11 +39,13 @@ def together(faults: Sequence[CkptError]) -> CkptError:
 def both(one: Callable[[], K], other: Callable[[], V]) -> tuple[K, V]:
     """What two readings give, of which neither needs the other; the faults of both are raised as one, as `for_each`
     does."""
-    found: list[K | V] = for_each((0, 1), lambda number: other() if number else one())
+    found: list[K | V] = read_each((0, 1), lambda number: other() if number else one())
     return found[0], found[1]  # type: ignore[return-value]  # in this order
 
 
-def for_each(items: Iterable[K], read: Callable[[K], V], *, file: Callable[[K], object] = lambda item: item) -> list[V]:
+def read_each(
+    items: Iterable[K], read: Callable[[K], V], *, file: Callable[[K], object] = lambda item: item
+) -> list[V]:
     """`read` of every item, in order. What is wrong with the input is raised when all were tried, as one error
     (`together`); what asks for code, and what the operating system refuses, at once.
 

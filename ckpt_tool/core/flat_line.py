@@ -110,7 +110,7 @@ class FlatLine(Generic[T]):
         """(tensor, chunk) of all that lies in `array`, a 1-d one that holds the line from element `start` on."""
         for place in self.window(start, start + array.numel).places:
             for run, at in _runs(place):
-                for box, inner in _in_tensor(place, run):
+                for box, inner in _locate_in_tensor(place, run):
                     if inner.shape == run.shape:
                         yield place.of, Chunk(box, array, Box((at,), (box.numel,)))
                     else:  # a part of a view: plans reckon with less memory for it than for a view with strides
@@ -120,7 +120,7 @@ class FlatLine(Generic[T]):
         """Where the boxes of the tensors lie on the line, in its order."""
         for place in self.places:
             for run, at in _runs(place):
-                for box, inner in _in_tensor(place, run):
+                for box, inner in _locate_in_tensor(place, run):
                     if inner.shape == run.shape:
                         yield LinePart(place.of, box, at, None)
                         continue
@@ -138,7 +138,7 @@ def _runs(place: LinePlace) -> Iterator[tuple[Box, int]]:
         at += run.numel
 
 
-def _in_tensor(place: LinePlace, run: Box) -> Iterator[tuple[Box, Box]]:
+def _locate_in_tensor(place: LinePlace, run: Box) -> Iterator[tuple[Box, Box]]:
     """(box of the tensor, the same inside the run) of a run of the block."""
     if not place.boxes:
         yield run, Box((0,) * len(run.shape), run.shape)

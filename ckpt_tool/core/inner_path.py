@@ -119,7 +119,7 @@ def leaves(path: str) -> bool:
     return path.startswith("/") or "\0" in path or ".." in path.split("/") or not _encodable(path)
 
 
-def _shown(path: str) -> str:
+def _shorten(path: str) -> str:
     return repr(path if len(path) <= 200 else f"{path[:100]}...{path[-97:]}")
 
 
@@ -136,7 +136,7 @@ def inner_path(path: str) -> tuple[str, ...]:
     why = unfit(path)
     if why:
         raise UnsafeInput(
-            f"the output path {_shown(path)} {why}",
+            f"the output path {_shorten(path)} {why}",
             code="E1600",
             hint="only plain names below the output's own folder are written",
         )
@@ -151,7 +151,7 @@ def check_outputs(paths: Iterable[str], *, named_by: Callable[[str], str | None]
     found = list(output_faults(paths))
     if found:
         keys = [named_by(at) for at, _ in found[:SHOWN]]
-        texts = [f"{_shown(at)} {why}" for at, why in found]
+        texts = [f"{_shorten(at)} {why}" for at, why in found]
         named = [text if key is None else f"{key[:200]}: {text}" for key, text in zip(keys, texts, strict=False)]
         raise UnsafeInput(
             f"the output path {texts[0]}", code="E1600", path=path, key=keys[0], hint=hint, faults=named[1:]
@@ -169,7 +169,7 @@ def output_faults(paths: Iterable[str]) -> Iterator[tuple[str, str]]:
         if other is None:
             seen[folded] = path
         elif not why:
-            why = "is written twice" if other == path else f"differs from {_shown(other)} in case alone"
+            why = "is written twice" if other == path else f"differs from {_shorten(other)} in case alone"
         if why:
             yield path, why
     folders: dict[str, str] = {}
@@ -179,4 +179,4 @@ def output_faults(paths: Iterable[str]) -> Iterator[tuple[str, str]]:
             folders[above] = path
             above = above.rpartition("/")[0]
     for folded in sorted(folders.keys() & seen.keys()):
-        yield folders[folded], f"needs a folder of the same name as the file {_shown(seen[folded])}"
+        yield folders[folded], f"needs a folder of the same name as the file {_shorten(seen[folded])}"

@@ -76,18 +76,18 @@ def first_at_the_front(patterns: Sequence[str], module: str) -> int | None:
     NotUnderstood."""
     run = _Run(module, len(patterns))
     for number, run.pattern in enumerate(patterns):
-        if _compiled(run.pattern)(run, frozenset((0,))):
+        if _compile_step(run.pattern)(run, frozenset((0,))):
             return number
     return None
 
 
 def _matches(pattern: str, run: _Run) -> bool:
     run.pattern = pattern
-    return len(run.name) in _compiled(pattern)(run, run.begins)
+    return len(run.name) in _compile_step(pattern)(run, run.begins)
 
 
 @lru_cache(maxsize=4096)
-def _compiled(pattern: str) -> Step:
+def _compile_step(pattern: str) -> Step:
     if len(pattern) > LENGTH:
         raise NotUnderstood(pattern, f"more than {LENGTH} characters")
     if _PLAIN.fullmatch(pattern):
@@ -109,7 +109,7 @@ def _char(fits: Callable[[str], object]) -> Step:
     return step
 
 
-def _at(fits: Callable[[int, str], bool]) -> Step:
+def _make_step(fits: Callable[[int, str], bool]) -> Step:
     def step(run: _Run, begins: Places) -> Places:
         run.spend(len(begins) + 1)
         return frozenset(i for i in begins if fits(i, run.name))
@@ -176,11 +176,11 @@ class _PatternParser:
                 steps = []
                 at = at + 1
                 continue
-            step, at = self._repeated(at, depth)
+            step, at = self._parse_repetition(at, depth)
             steps.append(step)
         return _any([*branches, _all(steps)]), at
 
-    def _repeated(self, at: int, depth: int) -> tuple[Step, int]:
+    def _parse_repetition(self, at: int, depth: int) -> tuple[Step, int]:
         step, at = self._atom(at, depth)
         repeats = 0
         while at < len(self._text):
@@ -215,9 +215,9 @@ class _PatternParser:
                 raise self._refuse("unbalanced parenthesis")
             return step, at + 1
         if char == "^":
-            return _at(lambda i, name: i == 0), at + 1
+            return _make_step(lambda i, name: i == 0), at + 1
         if char == "$":
-            return _at(lambda i, name: i == len(name)), at + 1
+            return _make_step(lambda i, name: i == len(name)), at + 1
         found = _ATOM.match(self._text, at)
         if found is None or (len(found[0]) > 1 and _SET_OPERATION.search(found[0])):
             raise self._refuse(f"{self._text[at : at + 20]!r} is not understood")

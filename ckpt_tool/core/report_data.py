@@ -18,7 +18,7 @@ _data: ReportData | None = None
 
 
 @contextmanager
-def collected(wanted: bool = True) -> Iterator[ReportData]:
+def collect_report_data(wanted: bool = True) -> Iterator[ReportData]:
     """Collect what `for_report` is given while the block runs, by its kind; nothing where it is not wanted."""
     global _data
     data = dict[str, list[Any]]()
@@ -30,7 +30,7 @@ def collected(wanted: bool = True) -> Iterator[ReportData]:
         _data = before
 
 
-def for_report(what: str, make: Callable[[], Any]) -> None:
+def keep_for_report(what: str, make: Callable[[], Any]) -> None:
     """Keep `make()` as data of the kind `what`, if a report is to be made."""
     if _data is not None:
         _data.setdefault(what, []).append(make())

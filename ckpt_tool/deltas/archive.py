@@ -73,34 +73,34 @@ def entries_of(opened: Opened) -> dict[str, ArchiveEntry]:
             path=tree.display(),
             hint="pass the folder of the step" if one_file else "--follow-symlinks keeps what they lead to",
         )
-    found: dict[str, ArchiveEntry] = {}
+    entries: dict[str, ArchiveEntry] = {}
     arrays = _arrays(opened)
     for path, size in sorted(listing.items()):
-        rest = list[tuple[int, int]]()
-        at = 0
+        gaps = list[tuple[int, int]]()
+        position = 0
         for offset, nbytes, name in arrays.get(path, ()):
-            if offset < at or offset + nbytes > size:  # shared with the one before, or not there at all
+            if offset < position or offset + nbytes > size:  # shared with the one before, or not there at all
                 continue
-            if offset > at:
-                rest.append((at, offset))
-            found[name] = ArchiveEntry(_tensor(name, path, size, [(offset, offset + nbytes)]), tree)
-            at = offset + nbytes
-        if at < size:
-            rest.append((at, size))
-        if rest:
+            if offset > position:
+                gaps.append((position, offset))
+            entries[name] = ArchiveEntry(_tensor(name, path, size, [(offset, offset + nbytes)]), tree)
+            position = offset + nbytes
+        if position < size:
+            gaps.append((position, size))
+        if gaps:
             name = f"rest/{path}"
-            found[name] = ArchiveEntry(_tensor(name, path, size, rest), tree)
-    return found
+            entries[name] = ArchiveEntry(_tensor(name, path, size, gaps), tree)
+    return entries
 
 
 def refuse_unkept(tree: Tree) -> None:
     """Raise InconsistentCheckpoint E2850 where something below the step would be missing in the archive, or could not
     be written again out of it: what the listing leaves out, what is no regular file, names that no output may have."""
     listing = tree.listing()
-    kept = [path for path, size in listing.items() if size >= 0]
-    faults = [f"{path[:200]}: {why}" for path, why in tree.left_out.items()]
+    paths = [path for path, size in listing.items() if size >= 0]
+    faults = [f"{path[:200]}: {reason}" for path, reason in tree.left_out.items()]
     faults += [f"{path[:200]}: no regular file" for path, size in listing.items() if size < 0]
-    faults += [f"{ascii(path[:200])} {why}" for path, why in output_faults(kept)]
+    faults += [f"{ascii(path[:200])} {reason}" for path, reason in output_faults(paths)]
     if faults:
         raise InconsistentCheckpoint(
             f"--dedup can't keep all that is in the step: {faults[0]}",
@@ -151,37 +151,37 @@ def _arrays(opened: Opened) -> dict[str, list[tuple[int, int, str]]]:
 
 def _tensor(name: str, path: str, size: int, spans: list[tuple[int, int]]) -> LogicalTensor:
     """Bytes [start, stop) of a file, one behind the other."""
-    whole = StoredArray(path, 0, _BYTE, (size,))
+    file_array = StoredArray(path, 0, _BYTE, (size,))
     chunks = []
-    at = 0
+    position = 0
     for start, stop in spans:
-        box = Box((at,), (stop - start,))
-        chunks.append(Chunk(box, whole.view(start, box.shape), Box((0,), box.shape)))
-        at += stop - start
-    return LogicalTensor(TensorKey(name), (at,), _BYTE, tuple(chunks))
+        box = Box((position,), (stop - start,))
+        chunks.append(Chunk(box, file_array.view(start, box.shape), Box((0,), box.shape)))
+        position += stop - start
+    return LogicalTensor(TensorKey(name), (position,), _BYTE, tuple(chunks))
 
 
-def paired(
+def pair_entries(
     old: Mapping[str, ArchiveEntry], new: Mapping[str, ArchiveEntry]
 ) -> Iterator[tuple[str, ArchiveEntry | None, ArchiveEntry]]:
     """(name, its counterpart of the same size, the entry)."""
     for name, entry in new.items():
-        other = old.get(name)
-        same = other is not None and other.tensor.shape == entry.tensor.shape
-        yield name, other if same else None, entry
+        old_entry = old.get(name)
+        same = old_entry is not None and old_entry.tensor.shape == entry.tensor.shape
+        yield name, old_entry if same else None, entry
 
 
 def laid_out(opened: Opened, entries: Mapping[str, ArchiveEntry], whole: frozenset[str]) -> Archive:
     """How the step's files are put together of entries; empty files of none."""
-    placed: dict[str, list[tuple[int, int, int, str]]] = {path: [] for path in opened.tree.listing()}
+    ranges_of: dict[str, list[tuple[int, int, int, str]]] = {path: [] for path in opened.tree.listing()}
     for name, entry in entries.items():
         for chunk in entry.tensor.chunks:
-            placed[chunk.array.path].append((chunk.array.offset, chunk.box.numel, chunk.box.offset[0], name))
+            ranges_of[chunk.array.path].append((chunk.array.offset, chunk.box.numel, chunk.box.offset[0], name))
     files = {
         path: (
             opened.tree.size(path),
-            tuple(ArchivedRange(at, nbytes, name, begin) for at, nbytes, begin, name in sorted(rows)),
+            tuple(ArchivedRange(offset, nbytes, name, begin) for offset, nbytes, begin, name in sorted(rows)),
         )
-        for path, rows in placed.items()
+        for path, rows in ranges_of.items()
     }
     return Archive(opened.catalog.format, files, whole)

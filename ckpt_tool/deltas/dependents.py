@@ -74,14 +74,14 @@ def deltas_around(src: str, run: Run, more: Iterable[str] = ()) -> Around:
     except OSError as e:
         return Around((), (wrap_os_error(e, src, "looking for deltas"),))
 
-    seen: set[str] = set()
-    found = [*_deltas_below(top, seen, faults)]
+    visited: set[str] = set()
+    deltas = [*_deltas_below(top, visited, faults)]
     for folder in more:
-        found += _deltas_below(real_path(folder), seen, faults)
+        deltas += _deltas_below(real_path(folder), visited, faults)
     for folder in dict.fromkeys((os.path.dirname(top), os.path.dirname(steps))):
         if folder != "/":
-            found += _deltas_near(folder, seen, faults)
-    return Around(tuple(found), tuple(faults))
+            deltas += _deltas_near(folder, visited, faults)
+    return Around(tuple(deltas), tuple(faults))
 
 
 def is_found_by_prune(folder: str, base: str) -> bool:
@@ -106,7 +106,7 @@ def dependents(run: Run, deltas: Iterable[FoundDelta]) -> dict[str, list[str]]:
     places = {step.name: real_path(run.of(step)) for step in run.steps}
     reasons: dict[str, list[str]] = {}
     for delta in deltas:
-        shown = os.path.relpath(delta.path, root)
+        relative_path = os.path.relpath(delta.path, root)
         for step in run.steps:
             place = places[step.name]
             if delta.path == place:
@@ -114,11 +114,11 @@ def dependents(run: Run, deltas: Iterable[FoundDelta]) -> dict[str, list[str]]:
             elif _is_below(delta.path, place):
                 reasons.setdefault(step.name, []).append(f"a delta is in it: {os.path.relpath(delta.path, place)}")
             elif _is_base(delta, step, place):
-                reasons.setdefault(step.name, []).append(f"the delta {shown} is made on it")
+                reasons.setdefault(step.name, []).append(f"the delta {relative_path} is made on it")
             elif _may_be_base(delta, step, run, root):
                 gone = os.path.relpath(delta.gone_base, root)
                 reasons.setdefault(step.name, []).append(
-                    f"the delta {shown} may be made on it: the base that it names is not there: {gone}"
+                    f"the delta {relative_path} may be made on it: the base that it names is not there: {gone}"
                 )
     return reasons
 
@@ -204,7 +204,7 @@ def _deltas_near(parent: str, seen: set[str], faults: list[CkptError]) -> Iterat
         except CkptError as e:  # damaged: it may be made on a step of this run
             faults.append(e)
         if level < NEAR:
-            waiting += [(each, level + 1) for each in folders]
+            waiting += [(subfolder, level + 1) for subfolder in folders]
 
 
 def _entries(folder: str, *, same_device: bool = False) -> tuple[set[str], list[str]]:

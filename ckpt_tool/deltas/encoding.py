@@ -74,8 +74,8 @@ def digest_of(name: str) -> Hasher:
         raise UsageError(
             "BLAKE3 needs the blake3 package", code=LIBRARY, hint="pip install blake3, or another --checksum"
         ) from e
-    made: Hasher = blake3()
-    return made
+    hasher: Hasher = blake3()
+    return hasher
 
 
 # -- encoding ---------------------------------------------------------------------------------------------------------
@@ -222,16 +222,16 @@ class _Overwrite:
     def add(self, at: int, old: Bytes | None, new: Bytes) -> int:
         """Bytes from `at` on: how many are another."""
         differs = new != 0 if old is None else np.not_equal(old, new, out=old.view(np.bool_))
-        where = np.flatnonzero(differs)  # of booleans: five times as fast as of bytes
-        if not len(where):
+        positions = np.flatnonzero(differs)  # of booleans: five times as fast as of bytes
+        if not len(positions):
             return 0
         if self._files is None:
             self._files = self._spool.scratch()
         with naming(self._spool.folder, "writing the changes"):
-            self._files[0].write((where + at).astype("<u4").data)
-            self._files[1].write(new[where].data)
-        self._count += len(where)
-        return len(where)
+            self._files[0].write((positions + at).astype("<u4").data)
+            self._files[1].write(new[positions].data)
+        self._count += len(positions)
+        return len(positions)
 
     def finish(self) -> int:
         begin = self._spool.size
@@ -324,11 +324,11 @@ class OverwriteReader:
         while True:
             cut = int(np.searchsorted(self._ahead, stop))
             if cut:
-                where = self._ahead[:cut]
+                positions = self._ahead[:cut]
                 values = np.empty(cut, np.uint8)
                 self._values.take(values.data)
-                first = int(np.searchsorted(where, offset))  # before it: passed over
-                block[where[first:] - offset] = values[first:]
+                begin = int(np.searchsorted(positions, offset))  # before it: passed over
+                block[positions[begin:] - offset] = values[begin:]
                 self._ahead = self._ahead[cut:]
             if len(self._ahead) or not self._left:
                 break
@@ -341,14 +341,14 @@ class OverwriteReader:
         """The next positions, checked."""
         room = np.empty(min(self._left, _STEP // 4), "<u4")
         self._positions.take(room.view(np.uint8).data)
-        found = room.astype(np.int64)
-        if found[0] <= self._last or (np.diff(found) <= 0).any():
+        positions = room.astype(np.int64)
+        if positions[0] <= self._last or (np.diff(positions) <= 0).any():
             raise self._place.fault("its positions do not ascend")
-        if found[-1] >= self._nbytes:
-            raise self._place.fault(f"position {int(found[-1])} in a tensor of {self._nbytes} bytes")
-        self._ahead = found
-        self._last = int(found[-1])
-        self._left -= len(found)
+        if positions[-1] >= self._nbytes:
+            raise self._place.fault(f"position {int(positions[-1])} in a tensor of {self._nbytes} bytes")
+        self._ahead = positions
+        self._last = int(positions[-1])
+        self._left -= len(positions)
 
 
 FRAME_MEMORY = {"xor": 1_400_000, "overwrite": 2_800_000}  # bytes of a reader: window, tile, what is read at a time

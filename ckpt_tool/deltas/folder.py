@@ -63,7 +63,8 @@ class Archive(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         files = {
-            path: [size, [[each.nbytes, each.name] for each in pieces]] for path, (size, pieces) in self.files.items()
+            path: [size, [[piece.nbytes, piece.name] for piece in pieces]]
+            for path, (size, pieces) in self.files.items()
         }
         return {"format": self.format, "files": files, "whole": sorted(self.whole)}
 
@@ -186,29 +187,29 @@ def _archive(tree: Tree, value: Any, digests: Mapping[str, str]) -> Archive:
             for path, (size, pieces) in value["files"].items()
         }
         kind = str(value["format"])
-        whole = frozenset(map(str, value["whole"]))
+        whole_files = frozenset(map(str, value["whole"]))
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise _fault(tree, "it does not say how files are put together", "archive") from e
     placed = dict[str, tuple[int, tuple[ArchivedRange, ...]]]()
     sizes = dict[str, int]()
     for path, (size, pieces) in files.items():
         bad = ""
-        at = 0
+        position = 0
         laid = list[ArchivedRange]()
         for nbytes, name in pieces:
             if nbytes < 1 or name not in digests:
                 bad = bad or f"piece {name[:200]} of {nbytes} bytes"
-            laid.append(ArchivedRange(at, nbytes, name, sizes.get(name, 0)))
+            laid.append(ArchivedRange(position, nbytes, name, sizes.get(name, 0)))
             sizes[name] = sizes.get(name, 0) + nbytes
-            at += nbytes
-        if bad or at != size:
+            position += nbytes
+        if bad or position != size:
             raise _fault(
-                tree, f"{path[:200]} can't be put together: {bad or f'{at} of {size} bytes'}", "archive", "files"
+                tree, f"{path[:200]} can't be put together: {bad or f'{position} of {size} bytes'}", "archive", "files"
             )
         placed[path] = (size, tuple(laid))
-    if set(sizes) != set(digests) or not whole <= set(digests):
+    if set(sizes) != set(digests) or not whole_files <= set(digests):
         raise _fault(tree, "its files and the index name other entries", "archive")
-    return Archive(kind, placed, whole)
+    return Archive(kind, placed, whole_files)
 
 
 def _one_of(tree: Tree, metadata: Mapping[str, Any], key: str, known: Sequence[str]) -> str:
@@ -235,7 +236,7 @@ def _fault(tree: Tree, message: str, *place: str) -> CorruptFile:
         f"the delta can't be read: {message}",
         code=INDEX_FAULT,
         path=tree.display(INDEX),
-        place="/" + "/".join(each[:200] for each in place),
+        place="/" + "/".join(word[:200] for word in place),
         hint="copy the whole folder again from where it was published; it can't be mended",
     )
 

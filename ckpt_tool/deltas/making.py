@@ -25,7 +25,7 @@ from ckpt_tool.conversion.vocabulary import is_vocabulary, trim_vocabulary
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import LogicalTensor
-from ckpt_tool.deltas.archive import entries_of, laid_out, list_empty_folders, paired, refuse_unkept, whole_step
+from ckpt_tool.deltas.archive import entries_of, laid_out, list_empty_folders, pair_entries, refuse_unkept, whole_step
 from ckpt_tool.deltas.dependents import is_found_by_prune
 from ckpt_tool.deltas.encoding import Bytes, EncodedFrame, Encoder, Spool
 from ckpt_tool.deltas.folder import INDEX, Archive, delta_files, file_names, index_of
@@ -77,23 +77,23 @@ def make(base: str, new: str, dst: str, reading: Reading, wanted: Making, progre
     Raises InconsistentCheckpoint E2615, UsageError E2616, and what opening, reading and writing raise."""
     began = time.monotonic()
     destination = local_path(dst)
-    old = open_source(base, reading)
+    old_source = open_source(base, reading)
     fresh = open_source(new, reading)
     check_destination(
         destination,
         [
-            each.tree.packed_in or Path(each.tree.display())
-            for each in (old, fresh)
-            if each.tree.local or each.tree.packed_in
+            source.tree.packed_in or Path(source.tree.display())
+            for source in (old_source, fresh)
+            if source.tree.local or source.tree.packed_in
         ],
         force=wanted.force or wanted.dry_run,
     )
     replaced = check_replaced(destination, delta_files) if wanted.force else ReplacedOutput({})
     archive: Archive | None = None
-    notes: list[str] = [each.resolved for each in (old, fresh) if each.resolved]
+    notes: list[str] = [source.resolved for source in (old_source, fresh) if source.resolved]
     dropped: Sequence[dict[str, Any]] = ()
     if wanted.dedup:
-        old = whole_step(old)
+        old_source = whole_step(old_source)
         fresh = whole_step(fresh)
         entries = entries_of(fresh)
         refuse_unkept(fresh.tree)
@@ -101,18 +101,19 @@ def make(base: str, new: str, dst: str, reading: Reading, wanted: Making, progre
         if empty:
             notes.append(f"empty folders are not kept: {', '.join(empty[:5])}" + (", ..." if empty[5:] else ""))
         pairs = [
-            TensorPair(name, held and HeldTensor(*held), HeldTensor(*each))
-            for name, held, each in paired(entries_of(old), entries)
+            TensorPair(name, held and HeldTensor(*held), HeldTensor(*source))
+            for name, held, source in pair_entries(entries_of(old_source), entries)
         ]
         archive = laid_out(fresh, entries, frozenset(pair.name for pair in pairs if pair.old is None))
-        numbers = [_step(path) for path in (old.path, fresh.path)]
+        numbers = [_step(path) for path in (old_source.path, fresh.path)]
     else:
-        pairs, dropped, more = _of_models(hub_names(old, reading), hub_names(fresh, reading), base, new)
-        notes += more
+        pairs, dropped, pair_notes = _pair_models(hub_names(old_source, reading), hub_names(fresh, reading), base, new)
+        notes += pair_notes
         numbers = [None, None]
-    if old.tree.local and not is_found_by_prune(str(destination), str(old.tree.root)):
+    if old_source.tree.local and not is_found_by_prune(str(destination), str(old_source.tree.root)):
+        run_folder = os.path.dirname(old_source.tree.root)
         notes.append(
-            f"ckpt prune does not look at {destination} for deltas on steps of {os.path.dirname(old.tree.root)}: pass "
+            f"ckpt prune does not look at {destination} for deltas on steps of {run_folder}: pass "
             f"--deltas {destination.parent} to it, or keep the delta within three folders of the run"
         )
     version, before = _versions(wanted, numbers, base, dst)
@@ -124,17 +125,17 @@ def make(base: str, new: str, dst: str, reading: Reading, wanted: Making, progre
     with Frames(str(destination.absolute().parent), wanted) as frames:
         frames.fill(pairs, progress)
         about = (version, before, wanted.encoding, wanted.checksum)
-        base_folder = _path_to(old.tree, destination)
+        base_folder = _path_to(old_source.tree, destination)
         names = _write(frames, pairs, destination, about, archive, base_folder, wanted, replaced)
         made = frames.made
     sweep_leavings(destination)
-    changed = [each for each, _ in made.values() if each.frame is not None]
+    changed = [source for source, _ in made.values() if source.frame is not None]
     document["plan"] |= {"bytes_written": sum(names.values()), "files": len(names)}
     document["target"]["files"] = [{"path": name, "bytes": size} for name, size in names.items()]
     document["delta"] |= {
         "changed": len(changed),
         "unchanged": len(made) - len(changed),
-        "changed_bytes": sum(each.changed for each in changed),
+        "changed_bytes": sum(source.changed for source in changed),
     }
     document |= {"elapsed_s": round(time.monotonic() - began, 3), "digest_checked": True}
     return document
@@ -150,7 +151,7 @@ def _document(
     notes: Sequence[str],
     dropped: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
-    read = sum(each.tensor.nbytes for pair in pairs for each in (pair.old, pair.new) if each is not None)
+    read = sum(entry.tensor.nbytes for pair in pairs for entry in (pair.old, pair.new) if entry is not None)
     return {
         "schema_version": 1,
         "source": {"path": base, "paths": [base, new]},
@@ -195,49 +196,51 @@ def _step(path: str) -> int | None:
 
 def _versions(wanted: Making, numbers: Sequence[int | None], base: str, dst: str) -> tuple[int, int]:
     """(version, base version): as asked, as two steps are numbered, or as slime calls its folders."""
-    old, new = numbers
+    old_version, new_version = numbers
     if wanted.weight_version is not None:
         if wanted.weight_version < 1:
             raise UsageError("--weight-version 0 is the base", code=VERSION, hint="the first delta is version 1")
         return wanted.weight_version, wanted.weight_version - 1
-    if old is not None and new is not None and old < new:
-        return new, old
-    for path, more in ((dst, 0), (base, 1)):
-        found = _WEIGHTS.fullmatch(path.rstrip("/").rpartition("/")[2])
-        if found and int(found[1]) + more:
-            return int(found[1]) + more, int(found[1]) + more - 1
+    if old_version is not None and new_version is not None and old_version < new_version:
+        return new_version, old_version
+    for path, increment in ((dst, 0), (base, 1)):
+        match = _WEIGHTS.fullmatch(path.rstrip("/").rpartition("/")[2])
+        if match and int(match[1]) + increment:
+            return int(match[1]) + increment, int(match[1]) + increment - 1
     return 1, 0
 
 
 # -- which tensors ----------------------------------------------------------------------------------------------------
 
 
-def _of_models(
+def _pair_models(
     old: Chosen, new: Chosen, base: str, path: str
 ) -> tuple[list[TensorPair], list[dict[str, Any]], list[str]]:
     """(the pairs, what is left out, lines for the report). Raises InconsistentCheckpoint E2615 unless both hold the
     same tensors in name, shape and dtype."""
-    mine = old.model
+    old_model = old.model
     notes = [*old.notes, *new.notes]
     dropped = [entry for entry in new.dropped if entry.get("tensors") or entry.get("names")]
     rows = {
         name: row.tensor.shape[0]
         for name, row in new.model.items()
-        if is_vocabulary(name) and name in mine and row.tensor.shape and mine[name].tensor.shape
+        if is_vocabulary(name) and name in old_model and row.tensor.shape and old_model[name].tensor.shape
     }
-    wanted = {mine[name].tensor.shape[0] for name, count in rows.items() if count > mine[name].tensor.shape[0]}
+    row_counts = {
+        old_model[name].tensor.shape[0] for name, count in rows.items() if count > old_model[name].tensor.shape[0]
+    }
     stored = new.stored
-    if len(wanted) == 1:
-        trimmed, gone = trim_vocabulary(new.stored, min(wanted))
+    if len(row_counts) == 1:
+        trimmed, gone = trim_vocabulary(new.stored, min(row_counts))
         stored = tuple(trimmed)
         dropped = [*dropped, *gone]
-    theirs = {row.tensor.key.name: row for row in stored}
-    faults = [f"{name}: in {base} alone" for name in mine if name not in theirs]
-    faults += [f"{name}: in {path} alone" for name in theirs if name not in mine]
+    stored_rows = {row.tensor.key.name: row for row in stored}
+    faults = [f"{name}: in {base} alone" for name in old_model if name not in stored_rows]
+    faults += [f"{name}: in {path} alone" for name in stored_rows if name not in old_model]
     hint = "a delta adds and removes no tensors: --tied-head, --dtype, --vocab-size of ckpt convert make two alike"
-    for name, row in theirs.items():
-        if name in mine and (said := _unlike(mine[name].tensor, row.tensor)):
-            faults.append(f"{name}: {said}")
+    for name, row in stored_rows.items():
+        if name in old_model and (unlike := _unlike(old_model[name].tensor, row.tensor)):
+            faults.append(f"{name}: {unlike}")
     if faults:
         raise InconsistentCheckpoint(
             f"the two do not hold the same tensors: {faults[0]}",
@@ -247,8 +250,8 @@ def _of_models(
             hint=hint,
         )
     pairs = [
-        TensorPair(name, HeldTensor(*old.input(mine[name])), HeldTensor(*new.input(row)))
-        for name, row in theirs.items()
+        TensorPair(name, HeldTensor(*old.input(old_model[name])), HeldTensor(*new.input(row)))
+        for name, row in stored_rows.items()
     ]
     return pairs, dropped, list(dict.fromkeys(notes))
 
@@ -281,13 +284,13 @@ class Frames:
         total = sum(held.tensor.nbytes for pair in pairs for held in (pair.old, pair.new) if held is not None)
         progress.start(total, "comparing")
         for group in groups.values():
-            new = readable([pair.new.tensor for pair in group], group[0].new.tree)
-            old = None
+            new_reader = readable([pair.new.tensor for pair in group], group[0].new.tree)
+            old_reader = None
             if group[0].old is not None:
-                old = readable([pair.old.tensor for pair in group if pair.old is not None], group[0].old.tree)
-            names = {id(move): pair.name for move, pair in zip(new.moves, group, strict=True)}
-            self._group(names, new, old, progress)
-            for source in (new, old):
+                old_reader = readable([pair.old.tensor for pair in group if pair.old is not None], group[0].old.tree)
+            names = {id(move): pair.name for move, pair in zip(new_reader.moves, group, strict=True)}
+            self._group(names, new_reader, old_reader, progress)
+            for source in (new_reader, old_reader):
                 if source is not None:
                     source.files.check()
         progress.finish()
@@ -343,13 +346,13 @@ class Frames:
 
     def pieces(self, name: str) -> Iterator[bytes]:
         """A frame's bytes."""
-        made, spool = self.made[name]
-        offset, left = made.frame or (0, 0)
-        while left:
-            data = spool.read(offset, min(left, _PIECE))
+        delta_tensor, spool = self.made[name]
+        offset, remaining = delta_tensor.frame or (0, 0)
+        while remaining:
+            data = spool.read(offset, min(remaining, _PIECE))
             yield data
             offset = offset + len(data)
-            left = left - len(data)
+            remaining = remaining - len(data)
 
     def __enter__(self) -> Frames:
         return self
@@ -373,20 +376,26 @@ def _write(
     replaced: ReplacedOutput,
 ) -> dict[str, int]:
     """Write and commit. Returns file -> bytes."""
-    sizes = {pair.name: made.frame[1] for pair in pairs if (made := frames.made[pair.name][0]).frame is not None}
+    sizes = {
+        pair.name: delta_tensor.frame[1]
+        for pair in pairs
+        if (delta_tensor := frames.made[pair.name][0]).frame is not None
+    }
     digests = {pair.name: frames.made[pair.name][0].digest for pair in pairs}
     names = list(sizes)
     bins = [[names[row] for row in rows] for rows in pack(list(sizes.values()), wanted.max_shard_size) if rows]
     files = file_names(len(bins))
-    weight_map = {name: file for file, held in zip(files, bins, strict=True) for name in held}
+    weight_map = {name: file for file, bin_names in zip(files, bins, strict=True) for name in bin_names}
     unchanged = {name: text for name, text in digests.items() if name not in sizes}
     index = index_of(about, weight_map, unchanged, archive, base_folder)
     plan = blake2b(index, digest_size=16).hexdigest()
     written = {}
     with Staging(destination, plan, [*files, INDEX], resume=False, force=wanted.force, replaced=replaced) as staging:
         try:
-            for file, held in zip(files, bins, strict=True):
-                written[file] = _file(staging, file, frames, held, {name: digests[name] for name in held}, sizes)
+            for file, bin_names in zip(files, bins, strict=True):
+                written[file] = _file(
+                    staging, file, frames, bin_names, {name: digests[name] for name in bin_names}, sizes
+                )
             written[INDEX] = len(index)
             _put(staging, INDEX, [(0, index)], len(index))
             if wanted.fsync:
@@ -411,10 +420,10 @@ def _file(
 
     def parts() -> Iterator[tuple[int, bytes]]:
         yield 0, head
-        for name, at in zip(names, offsets, strict=True):
+        for name, offset in zip(names, offsets, strict=True):
             for data in frames.pieces(name):
-                yield at, data
-                at += len(data)
+                yield offset, data
+                offset += len(data)
 
     _put(staging, file, parts(), size)
     return size

@@ -106,20 +106,20 @@ class Patched(ExactRecipe):
         item = max(1, self.kind.bits // 8)
         start = offset // item * item
         stop = ceil_div(offset + nbytes, item) * item
-        block = self._made(read, start, stop)
+        block = self._compute(read, start, stop)
         self.passed.feed(start, block)
         return block.data[offset - start : offset - start + nbytes]
 
     def late_faults(self, read: Read) -> Iterator[CkptError]:
         """The tensor where its digest is another than the last delta states: with the link that went wrong."""
-        for at in range(self.passed.at, self.nbytes, _TILE):
-            stop = min(at + _TILE, self.nbytes)
-            self.passed.feed(at, self._made(read, at, stop))
-        last = self.links[-1].delta
+        for offset in range(self.passed.at, self.nbytes, _TILE):
+            stop = min(offset + _TILE, self.nbytes)
+            self.passed.feed(offset, self._compute(read, offset, stop))
+        last_delta = self.links[-1].delta
         have = self.passed.hexdigest()
-        want = last.digests[self.key.name]
+        want = last_delta.digests[self.key.name]
         if have != want:
-            yield self._blamed(read)
+            yield self._find_broken_link(read)
 
     def _base(self, read: Read, start: int, stop: int) -> Bytes:
         if self.whole:
@@ -128,7 +128,7 @@ class Patched(ExactRecipe):
         block: Bytes = read(0, start // item, stop // item).view(np.uint8)
         return block
 
-    def _made(self, read: Read, start: int, stop: int) -> Bytes:
+    def _compute(self, read: Read, start: int, stop: int) -> Bytes:
         """Bytes [start, stop), which are whole elements."""
         block = self._base(read, start, stop)
         for reader in self._readers(read, start):
@@ -153,20 +153,20 @@ class Patched(ExactRecipe):
             link.delta.tree.display(chunk.array.path), chunk.array.offset, chunk.array.numel, str(self.key)
         )
 
-        def compressed(start: int, stop: int) -> bytes:
+        def read_compressed(start: int, stop: int) -> bytes:
             return read(number, start, stop).tobytes()
 
-        return READERS[link.delta.encoding](compressed, place, self.nbytes)
+        return READERS[link.delta.encoding](read_compressed, place, self.nbytes)
 
-    def _blamed(self, read: Read) -> CkptError:
+    def _find_broken_link(self, read: Read) -> CkptError:
         """The first link after which the values are not as it states. Reads everything once more."""
         digests = [digest_of(link.delta.checksum) for link in self.links]
         readers = [None if link.input is None else self._reader(read, link) for link in self.links]
-        for at in range(0, self.nbytes, _TILE):
-            block = self._base(read, at, min(at + _TILE, self.nbytes))
+        for offset in range(0, self.nbytes, _TILE):
+            block = self._base(read, offset, min(offset + _TILE, self.nbytes))
             for reader, digest in zip(readers, digests, strict=True):
                 if reader is not None:
-                    reader.apply(block, at)
+                    reader.apply(block, offset)
                 digest.update(block.data)
         for number, (link, digest) in enumerate(zip(self.links, digests, strict=True)):
             want = link.delta.digests[self.key.name]

@@ -75,25 +75,25 @@ def patch(
     _check_version(opened.tree, chain[0])
     if (archive := chain[-1].archive) is not None:
         return _rebuild(opened, chain, archive, dst, writing, progress)
-    if lost := [state for state in writing.states if state not in (MODEL, "all")]:
+    if unsupported := [state for state in writing.states if state not in (MODEL, "all")]:
         raise UsageError(
-            f"--state {lost[0]}: a delta holds the model alone",
+            f"--state {unsupported[0]}: a delta holds the model alone",
             code=OPTION,
             hint="ckpt delta --dedup keeps whole steps",
         )
     refuse_of_other_states("patch", writing)
     refuse_dropped_model("patch", writing)
-    chosen = _patched(hub_names(opened, reading), chain, writing)
-    to = Conversion.of(opened, reading, replace(_within(writing, memory_of_computed(chosen)), states=()))
+    chosen = _apply_chain(hub_names(opened, reading), chain, writing)
+    to = Conversion.of(opened, reading, replace(_limit_threads(writing, memory_of_computed(chosen)), states=()))
     chosen = rename_tensors(_without_removed(chosen, opened, reading, writing), to)
     chosen = in_wanted_names(replace(chosen, inherits=to.inherits), opened, to)
     return write(chosen, dst, to, progress) | {"chain": [delta.about() for delta in chain]}
 
 
-def _within(writing: Writing, memory: int) -> Writing:
+def _limit_threads(writing: Writing, memory: int) -> Writing:
     """With as few threads as long chains leave. memory: of each thread's readers."""
-    most = max(1, _READERS // max(1, memory))
-    return replace(writing, threads=min(writing.threads or min(os.cpu_count() or 1, 8), most))
+    limit = max(1, _READERS // max(1, memory))
+    return replace(writing, threads=min(writing.threads or min(os.cpu_count() or 1, 8), limit))
 
 
 def _check_version(tree: Tree, first: Delta) -> None:
@@ -113,7 +113,7 @@ def _check_version(tree: Tree, first: Delta) -> None:
         )
 
 
-def _patched(chosen: Chosen, chain: Sequence[Delta], writing: Writing) -> Chosen:
+def _apply_chain(chosen: Chosen, chain: Sequence[Delta], writing: Writing) -> Chosen:
     """The model with every tensor that the chain names as a recipe."""
     model = chosen.model
     named = dict.fromkeys(name for delta in chain for name in delta.digests)
@@ -134,21 +134,22 @@ def _patched(chosen: Chosen, chain: Sequence[Delta], writing: Writing) -> Chosen
         for name, row in model.items()
         if name in named
     ]
-    last = chain[-1]
-    left = len(model) - len(recipes)
-    line = f"version {last.version} from version {chain[0].base_version}; {_applied(chain)}; tensors: {len(recipes)}"
-    if left:
-        line += f"; {left} that no delta names are the base's, and nothing proves them"
-    shown = f"{chosen.sources[0].path} with {' and '.join(delta.tree.display() for delta in chain)}"
-    return with_computed(chosen, recipes, shown, writing, option="ckpt patch", dtypes={}, notes=(line,))
+    last_delta = chain[-1]
+    unnamed = len(model) - len(recipes)
+    versions = f"version {last_delta.version} from version {chain[0].base_version}"
+    line = f"{versions}; {_describe_chain(chain)}; tensors: {len(recipes)}"
+    if unnamed:
+        line += f"; {unnamed} that no delta names are the base's, and nothing proves them"
+    description = f"{chosen.sources[0].path} with {' and '.join(delta.tree.display() for delta in chain)}"
+    return with_computed(chosen, recipes, description, writing, option="ckpt patch", dtypes={}, notes=(line,))
 
 
 def _without_removed(chosen: Chosen, opened: Opened, reading: Reading, writing: Writing) -> Chosen:
     """The patched model without what `--keep-keys` and `--remove-keys` leave out. The patterns see the hub's names, as
     the deltas have them; scales share the lot of their weight."""
     tensors = {row.tensor.key: row.tensor for row in chosen.stored}
-    kept, removed = split_keys(tensors, remove=writing.remove_keys, keep=writing.keep_keys)
-    kept, removed = keep_parts_together(tensors, kept, removed, writing, opened, reading)
+    kept_keys, removed = split_keys(tensors, remove=writing.remove_keys, keep=writing.keep_keys)
+    kept_keys, removed = keep_parts_together(tensors, kept_keys, removed, writing, opened, reading)
     gone = set(removed)
     return replace(
         chosen,
@@ -157,7 +158,7 @@ def _without_removed(chosen: Chosen, opened: Opened, reading: Reading, writing: 
     )
 
 
-def _applied(chain: Sequence[Delta]) -> str:
+def _describe_chain(chain: Sequence[Delta]) -> str:
     return f"deltas applied: {len(chain)}"
 
 
@@ -179,8 +180,8 @@ def _rebuild(
         )
     destination = place_of(dst)
     replaced = check_place(destination, [opened.tree, *(delta.tree for delta in chain)], writing)
-    tree = ComputedTree(f"{opened.path} ({_applied(chain)})", _entries(opened, chain, archive))
-    writing = _within(writing, tree.memory)
+    tree = ComputedTree(f"{opened.path} ({_describe_chain(chain)})", _entries(opened, chain, archive))
+    writing = _limit_threads(writing, tree.memory)
     plan = _plan(tree, archive.files, archive.format, str(destination.absolute()), writing)
     plan.report.update(_report(opened, chain, plan, tree, writing) | replaced.document())
     progress.plan(plan.report)
@@ -203,7 +204,7 @@ def _entries(opened: Opened, chain: Sequence[Delta], archive: Archive) -> list[P
     recipes = []
     for name, nbytes in sizes.items():
         links: list[Delta] = []
-        own: Input | None = None
+        own_input: Input | None = None
         for delta in reversed(chain):
             if name not in delta.digests:
                 break
@@ -211,15 +212,19 @@ def _entries(opened: Opened, chain: Sequence[Delta], archive: Archive) -> list[P
             if delta.archive is not None and name in delta.archive.whole:
                 break
         else:
-            found = base.get(name)
-            own = Input(found.tensor, found.tree) if found is not None and found.tensor.numel == nbytes else None
-            if own is None:
+            base_tensor = base.get(name)
+            own_input = (
+                Input(base_tensor.tensor, base_tensor.tree)
+                if base_tensor is not None and base_tensor.tensor.numel == nbytes
+                else None
+            )
+            if own_input is None:
                 faults.append(name)
                 continue
         if len(links) < len(chain) and not (links and links[0].archive and name in links[0].archive.whole):
             faults.append(name)
             continue
-        recipes.append(Patched.of(TensorKey(name), (nbytes,), DTYPES["U8"], own, links, cursors))
+        recipes.append(Patched.of(TensorKey(name), (nbytes,), DTYPES["U8"], own_input, links, cursors))
     if faults:
         raise InconsistentCheckpoint(
             f"the base and the chain have nothing of this size for {faults[0][:200]}",
@@ -259,7 +264,7 @@ def _plan(tree: ComputedTree, files: Any, kind: str, destination: str, writing: 
 
 
 def _report(opened: Opened, chain: Sequence[Delta], plan: Plan, tree: ComputedTree, writing: Writing) -> dict[str, Any]:
-    last = chain[-1]
+    origin = f"the files of step {chain[-1].version} as they were, from step {chain[0].base_version}"
     return {
         "schema_version": 1,
         "source": {"path": opened.path, "format": opened.catalog.format, "resolved": opened.resolved},
@@ -280,7 +285,5 @@ def _report(opened: Opened, chain: Sequence[Delta], plan: Plan, tree: ComputedTr
         "removed": [],
         "removed_bytes": 0,
         "dropped": [],
-        "notes": [
-            f"the files of step {last.version} as they were, from step {chain[0].base_version}; {_applied(chain)}"
-        ],
+        "notes": [f"{origin}; {_describe_chain(chain)}"],
     }

@@ -249,7 +249,7 @@ def _run(command: list[str], *, seconds: float, scratch: Path | None = None) -> 
 # -- building, once ----------------------------------------------------------------------------------------------------
 
 
-def built(kind: Kind, architectures: tuple[int, ...] = ARCHITECTURES, *, force: bool = False) -> Built:
+def ensure_built(kind: Kind, architectures: tuple[int, ...] = ARCHITECTURES, *, force: bool = False) -> Built:
     """The library of that kind: from the cache where it has a sound one, else built into it. force: built in any case.
 
     Raises UsageError E1554 (no compiler), E1558 (no such architecture), StorageError E1555 (the compiler fails), E1559
@@ -258,7 +258,7 @@ def built(kind: Kind, architectures: tuple[int, ...] = ARCHITECTURES, *, force: 
         found = found_for(architectures)
         if found is not None:
             return found
-    return _kept(host_recipe() if kind == "host" else cuda_recipe(architectures), force=force)
+    return _build_in_cache(host_recipe() if kind == "host" else cuda_recipe(architectures), force=force)
 
 
 def found_for(architectures: tuple[int, ...]) -> Built | None:
@@ -277,7 +277,7 @@ def found_for(architectures: tuple[int, ...]) -> Built | None:
     return None
 
 
-def _kept(recipe: BuildRecipe, *, force: bool) -> Built:
+def _build_in_cache(recipe: BuildRecipe, *, force: bool) -> Built:
     key = recipe.key
     note = ""
     if not force:

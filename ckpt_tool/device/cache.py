@@ -86,10 +86,10 @@ def look_up(place: Path, key: str) -> Kept | None:
         return None
     with contextlib.ExitStack() as opened:
         try:
-            outer = _checked(opened, None, place, directory=True)
-            inner = _checked(opened, outer, key, directory=True)
-            about = _about(_checked(opened, inner, ABOUT))
-            library = _checked(opened, inner, LIBRARY)
+            outer = _open_checked(opened, None, place, directory=True)
+            inner = _open_checked(opened, outer, key, directory=True)
+            about = _about(_open_checked(opened, inner, ABOUT))
+            library = _open_checked(opened, inner, LIBRARY)
         except FileNotFoundError:
             return None
         if sha256_of(library) != about.get("sha256"):
@@ -115,7 +115,9 @@ def every(place: Path) -> Iterator[tuple[str, Kept | str]]:
                 yield name, kept
 
 
-def _checked(opened: contextlib.ExitStack, parent: int | None, name: str | Path, *, directory: bool = False) -> int:
+def _open_checked(
+    opened: contextlib.ExitStack, parent: int | None, name: str | Path, *, directory: bool = False
+) -> int:
     """Open without following a link, and see that it is ours alone. Raises Refused, FileNotFoundError."""
     try:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_DIRECTORY if directory else 0)
@@ -171,7 +173,7 @@ def place_to_build() -> tuple[Path, str]:
             raise Refused("this user has no home folder, and CKPT_CACHE names none")
         usual.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.ExitStack() as opened:
-            _checked(opened, None, usual, directory=True)
+            _open_checked(opened, None, usual, directory=True)
         if os.access(usual, os.W_OK | os.X_OK):
             return usual, ""
         why = f"{usual} can't be written"

@@ -29,12 +29,12 @@ from ckpt_tool.device.descriptors import (
     MOST_ROWS,
     PackedDescriptors,
     Strided,
-    filled,
-    levelled,
+    fill_list,
     magic,
     magics,
-    merged,
+    merge_dims,
     number_tiles,
+    split_levels,
 )
 from ckpt_tool.errors import InternalError
 from ckpt_tool.plan.copy import Copy
@@ -141,10 +141,10 @@ def cast_boxes(
     if 0 in copy.extents:
         return
     item = source.bits // 8
-    dims, run = merged(copy, item, target.bits // 8)
+    dims, run = merge_dims(copy, item, target.bits // 8)
     begin = sources[copy.source] + copy.source_offset
     end = targets[copy.output] + copy.output_offset
-    yield from levelled(begin, end, dims, run // item)
+    yield from split_levels(begin, end, dims, run // item)
 
 
 def line(source: int, target: int, numel: int) -> list[Strided]:
@@ -156,7 +156,7 @@ def pack_casts(boxes: Iterable[Strided], source: DType, target: DType, records: 
     """The list for `box_cast`. boxes: as `cast_boxes` gives them. records: the number under which each box's lost
     values are counted; all under 0 where there are none."""
     listed = list(boxes)
-    out = filled(listed)
+    out = fill_list(listed)
     item = target.bits // 8
     tiles = _cut(out, source.bits // 8, item)
     if records:
@@ -182,7 +182,7 @@ def pack_codes(boxes: Iterable[CodeBox], codes: DType, target: DType) -> CodeLis
             listed.append(piece)
             scales.append(scale)
             records.append(number)
-    out = filled(listed)
+    out = fill_list(listed)
     packed = np.array(scales, SCALES)
     tiles = _cut(out, step, item, packed)
     out["aux"] = np.arange(len(out))

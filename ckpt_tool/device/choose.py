@@ -39,7 +39,7 @@ class DeviceChoice(NamedTuple):
     hint: str = CPU_HINT
 
 
-def chosen(setting: str | None = None) -> DeviceChoice:
+def choose_device(setting: str | None = None) -> DeviceChoice:
     """The rung of the ladder, from `setting` or CKPT_KERNELS. Builds nothing. Raises UsageError E1553 for a setting
     that it does not know, StorageError E1550 for a library that is not there."""
     return _decide(os.environ.get("CKPT_KERNELS", "") if setting is None else setting)
@@ -49,7 +49,7 @@ def chosen(setting: str | None = None) -> DeviceChoice:
 def _decide(setting: str) -> DeviceChoice:
     kind, colon, value = setting.partition(":")
     if kind == "path" and value:
-        return _given(Path(value))
+        return _use_given_library(Path(value))
     if colon or kind not in ("", "off", "host", "cuda"):
         raise UsageError(
             f"CKPT_KERNELS={setting} is unknown: want {', '.join(SETTINGS)}",
@@ -64,7 +64,7 @@ def _decide(setting: str) -> DeviceChoice:
     return _gpu(driver.probe())
 
 
-def _given(path: Path) -> DeviceChoice:
+def _use_given_library(path: Path) -> DeviceChoice:
     """A library by name: code, so it must be a file that nobody but its owner may write, and ours or the system's."""
     try:
         about = path.stat()
@@ -90,7 +90,7 @@ def _gpu(found: driver.Probe) -> DeviceChoice:
     if not found.cards:
         return DeviceChoice("numpy", f"there is no GPU to use: {found.reason}", code="E1556")
     architectures = tuple(sorted({card.architecture for card in found.cards}))
-    name = f"{found.cards[0].name}, driver for CUDA {driver.spelled(found.driver)}"
+    name = f"{found.cards[0].name}, driver for CUDA {driver.spell_version(found.driver)}"
     if build.find_nvcc() is None and build.found_for(architectures) is None:
         return DeviceChoice(
             "numpy",
@@ -105,7 +105,7 @@ def _gpu(found: driver.Probe) -> DeviceChoice:
 def open_device(number: int = 0) -> Device:
     """The device of this run, its kernels built where they are not yet. Raises UsageError E1553, E1554, E1556 to E1558
     where there is none, StorageError E1550, E1555, E1559 where its kernels can't be had."""
-    choice = chosen()
+    choice = choose_device()
     if choice.level == "numpy":
         raise UsageError(choice.reason, code=choice.code, place="--device cuda", hint=choice.hint)
     return Device(library_of(choice), number)
@@ -121,7 +121,7 @@ def _load(level: Level, path: Path | None, architectures: tuple[int, ...]) -> Li
     if path is not None:
         return Library(path)
     if level == "host":
-        done = build.built("host")
+        done = build.ensure_built("host")
     else:  # for the GPUs at hand, or for those and others
-        done = build.found_for(architectures) or build.built("cuda", architectures)
+        done = build.found_for(architectures) or build.ensure_built("cuda", architectures)
     return Library(done.path, done.through)

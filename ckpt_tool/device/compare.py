@@ -15,7 +15,7 @@ from ckpt_tool.device.checks import CheckBlock, differences
 from ckpt_tool.device.library import Device
 from ckpt_tool.device.loading import Window, batches, compare_replicas, fill, windows
 from ckpt_tool.device.station import Station, Stations
-from ckpt_tool.device.verify import gathered
+from ckpt_tool.device.verify import gather_moves
 from ckpt_tool.plan.plan import Move
 from ckpt_tool.run.blocks import BlockReader
 from ckpt_tool.run.compare import Difference, Worst, compare
@@ -69,7 +69,7 @@ def _bits(
             try:
                 with stations.station() as station:
                     two = _Two(station, (reader, other), twins, found, queue.stopped)
-                    for some in gathered(mine.moves, queue, station.line):
+                    for some in gather_moves(mine.moves, queue, station.line):
                         two.compare(some, advance)
             finally:
                 beside.done(other)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.device import kernels
-from ckpt_tool.device.descriptors import PackedDescriptors, Strided, filled, magics, number_tiles
+from ckpt_tool.device.descriptors import PackedDescriptors, Strided, fill_list, magics, number_tiles
 from ckpt_tool.device.library import Device
 from ckpt_tool.errors import InternalError
 
@@ -93,7 +93,7 @@ def pack_pairs(boxes: Sequence[Strided], dtypes: Sequence[DType], *, one_side: b
 
     Raises InternalError E1570 where a box has too many tiles, E1578 where a run is no whole number of elements.
     """
-    packed = filled([box if 0 not in box.extents else Strided(0, 0, (), (), (), 0) for box in boxes])
+    packed = fill_list([box if 0 not in box.extents else Strided(0, 0, (), (), (), 0) for box in boxes])
     if not boxes:
         return PackedDescriptors(packed, 0, 0)
     run = packed["run"]
@@ -127,7 +127,7 @@ def compare(
     device: Device, boxes: Sequence[Strided], dtypes: Sequence[DType], *, stream: int = 0
 ) -> list[DeviceDifference]:
     """How the target of each box differs from its source, values of `dtypes`. Runs and strides in bytes."""
-    records = _found(device, pack_pairs(boxes, dtypes), len(boxes), stream)
+    records = _run_compare(device, pack_pairs(boxes, dtypes), len(boxes), stream)
     gaps = records["gap"].copy().view(np.float64)
     return [
         DeviceDifference(elements, -1 if first == _NONE else first, ulp, float(gap), finite, nans, left, right)
@@ -137,17 +137,17 @@ def compare(
 
 def unequal(device: Device, boxes: Sequence[Strided], *, stream: int = 0) -> list[int]:
     """The numbers of the boxes whose two sides differ in any byte."""
-    records = _found(device, pack_pairs(boxes, [DTYPES["F4"]] * len(boxes)), len(boxes), stream)
+    records = _run_compare(device, pack_pairs(boxes, [DTYPES["F4"]] * len(boxes)), len(boxes), stream)
     return [int(number) for number in np.flatnonzero(records["elements"])]
 
 
 def count_bad(device: Device, boxes: Sequence[Strided], dtypes: Sequence[DType], *, stream: int = 0) -> list[int]:
     """Of each box (its source): values that are NaN or infinite, BOOL bytes other than 0 and 1; 0 for other types."""
-    records = _found(device, pack_pairs(boxes, dtypes, one_side=True), len(boxes), stream)
+    records = _run_compare(device, pack_pairs(boxes, dtypes, one_side=True), len(boxes), stream)
     return [int(count) for count in records["bad_left"]]
 
 
-def _found(device: Device, pairs: PackedDescriptors, count: int, stream: int) -> npt.NDArray[np.void]:
+def _run_compare(device: Device, pairs: PackedDescriptors, count: int, stream: int) -> npt.NDArray[np.void]:
     begun = np.zeros(count, RECORD)
     begun["first"] = _NONE
     if not pairs.tiles:

@@ -112,7 +112,7 @@ def magics(divisors: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.uint64]:
     return np.uint64(MOST) // divisors.astype(np.uint64) + np.uint64(1)  # that of 1 wraps to 0
 
 
-def merged(copy: Copy, item: int, target_item: int | None = None) -> tuple[Dims, int]:
+def merge_dims(copy: Copy, item: int, target_item: int | None = None) -> tuple[Dims, int]:
     """(strided dims, bytes of the contiguous run below them) of a copy that is not empty.
 
     Dims are in the order in which the target has them; neighbours that run on without a gap on both sides are one.
@@ -131,28 +131,28 @@ def merged(copy: Copy, item: int, target_item: int | None = None) -> tuple[Dims,
     return dims, run
 
 
-def strided(copy: Copy, item: int, sources: Sequence[int], targets: Sequence[int]) -> Iterator[Strided]:
+def make_strided(copy: Copy, item: int, sources: Sequence[int], targets: Sequence[int]) -> Iterator[Strided]:
     """The boxes of at most three levels and fewer than 2^32 rows that a copy comes to. item: bytes of an element;
     sources, targets: the addresses of byte 0 of the files that the copy numbers."""
     if 0 not in copy.extents:
-        dims, run = merged(copy, item)
+        dims, run = merge_dims(copy, item)
         source = sources[copy.source] + copy.source_offset
         target = targets[copy.output] + copy.output_offset
-        yield from levelled(source, target, dims, run)
+        yield from split_levels(source, target, dims, run)
 
 
-def levelled(source: int, target: int, dims: Dims, run: int) -> Iterator[Strided]:
+def split_levels(source: int, target: int, dims: Dims, run: int) -> Iterator[Strided]:
     """A box of any number of dims as boxes of three at most and fewer than 2^32 rows: the first dim is unrolled or
     halved."""
     extent, by_source, by_target = dims[0] if dims else (1, 0, 0)
     if len(dims) > LEVELS:
         for i in range(extent):
-            yield from levelled(source + i * by_source, target + i * by_target, dims[1:], run)
+            yield from split_levels(source + i * by_source, target + i * by_target, dims[1:], run)
     elif prod(dim[0] for dim in dims) > MOST_ROWS:
         half = extent // 2
         for first, count in ((0, half), (half, extent - half)):
             rest: Dims = [(count, by_source, by_target), *dims[1:]] if count > 1 else dims[1:]
-            yield from levelled(source + first * by_source, target + first * by_target, rest, run)
+            yield from split_levels(source + first * by_source, target + first * by_target, rest, run)
     else:
         columns = [tuple(dim[k] for dim in dims) for k in range(3)]
         yield Strided(source, target, columns[0], columns[1], columns[2], run)
@@ -170,7 +170,7 @@ def pack(boxes: Iterable[Strided], *, tile: int = TILE, spans_from: Sequence[int
     Raises InternalError E1570 where a list has more boxes, or a box more tiles, than the kernel counts.
     """
     listed = list(boxes)
-    out = filled(listed)
+    out = fill_list(listed)
     if not listed:
         return PackedDescriptors(out, 0, 0)
     _choose_ways(out, tile, spans_from)
@@ -178,7 +178,7 @@ def pack(boxes: Iterable[Strided], *, tile: int = TILE, spans_from: Sequence[int
     return PackedDescriptors(out, number_tiles(out, _cut(out, tile)), nbytes)
 
 
-def filled(listed: Sequence[Strided]) -> npt.NDArray[np.void]:
+def fill_list(listed: Sequence[Strided]) -> npt.NDArray[np.void]:
     """The list of these boxes, but for what depends on the kernel: tiles, ways and `divr`."""
     out = np.zeros(len(listed), DESC)
     if not listed:
@@ -267,7 +267,7 @@ class Turned(NamedTuple):
     target_strides: tuple[int, int]  # t0, t2
 
 
-def turned(source: int, target: int, dims: Dims, run: int) -> Iterator[Turned]:
+def make_transposes(source: int, target: int, dims: Dims, run: int) -> Iterator[Turned]:
     """The transposes that a copy of these dims (`descriptors.merged`) comes to; none where it is not one."""
     if run not in EDGES or any(n % run for n in (source, target, *(stride for dim in dims for stride in dim[1:]))):
         return
@@ -276,15 +276,15 @@ def turned(source: int, target: int, dims: Dims, run: int) -> Iterator[Turned]:
     if row is None or column is None or min(dims[row][0], dims[column][0]) * run < SECTOR:
         return
     others = sorted(dim for k, dim in enumerate(dims) if k not in (row, column))
-    yield from _unrolled(source, target, [*others, dims[row], dims[column]], run)
+    yield from _unroll(source, target, [*others, dims[row], dims[column]], run)
 
 
-def _unrolled(source: int, target: int, dims: Dims, item: int) -> Iterator[Turned]:
+def _unroll(source: int, target: int, dims: Dims, item: int) -> Iterator[Turned]:
     """dims: what else there is, smallest extent first, then rows, then columns."""
     if len(dims) > 3:
         extent, by_source, by_target = dims[0]
         for i in range(extent):
-            yield from _unrolled(source + i * by_source, target + i * by_target, dims[1:], item)
+            yield from _unroll(source + i * by_source, target + i * by_target, dims[1:], item)
         return
     (batch, s0, t0), (rows, s1, _), (columns, _, t2) = dims if len(dims) == 3 else [(1, 0, 0), *dims]
     edge = EDGES[item]
@@ -297,7 +297,7 @@ def _unrolled(source: int, target: int, dims: Dims, item: int) -> Iterator[Turne
     extent, by_source, by_target = whole[longest]
     for first, count in ((0, extent // 2), (extent // 2, extent - extent // 2)):
         part = [*whole[:longest], (count, by_source, by_target), *whole[longest + 1 :]]
-        yield from _unrolled(source + first * by_source, target + first * by_target, part, item)
+        yield from _unroll(source + first * by_source, target + first * by_target, part, item)
 
 
 def pack_turned(boxes: Iterable[Turned]) -> PackedDescriptors:
@@ -486,10 +486,10 @@ def boxes_of(copy: Copy, item: int, sources: Sequence[int], targets: Sequence[in
     copy numbers."""
     if 0 in copy.extents:
         return ()
-    dims, run = merged(copy, item)
+    dims, run = merge_dims(copy, item)
     source = sources[copy.source] + copy.source_offset
     target = targets[copy.output] + copy.output_offset
-    return list(turned(source, target, dims, run)) or list(levelled(source, target, dims, run))
+    return list(make_transposes(source, target, dims, run)) or list(split_levels(source, target, dims, run))
 
 
 def launches(

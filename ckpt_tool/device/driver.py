@@ -37,7 +37,7 @@ class Probe(NamedTuple):
     reason: str
 
 
-def spelled(version: int) -> str:
+def spell_version(version: int) -> str:
     """13020 -> 13.2"""
     return f"{version // 1000}.{version % 1000 // 10}"
 

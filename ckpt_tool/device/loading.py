@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.device.checks import unequal
-from ckpt_tool.device.descriptors import Strided, boxes_of, strided
+from ckpt_tool.device.descriptors import Strided, boxes_of, make_strided
 from ckpt_tool.device.station import ALIGNED, Box, Station
 from ckpt_tool.errors import CkptError, StorageError
 from ckpt_tool.plan.copy import Copy, Region, clip, hull
@@ -73,9 +73,9 @@ class FileSpans(NamedTuple):
 
 def fetches(part: Region, item: int, room: int) -> Iterator[FileSpans]:
     """The pieces by which a part is read. room: bytes of the image, more than 2 MiB."""
-    dims = _dims(part, item)
+    dims = _sort_dims(part, item)
     low = len(dims)
-    while low and _worth(dims[low - 1 :], item, room):
+    while low and _is_worth_reading(dims[low - 1 :], item, room):
         low -= 1
     outer = dims[:low]
     inner = dims[low:]
@@ -84,7 +84,7 @@ def fetches(part: Region, item: int, room: int) -> Iterator[FileSpans]:
         many = max(1, min(dim.extent, SCRATCH // dim.stride))
         for i in range(0, dim.extent, many):
             rows = dim._replace(extent=min(many, dim.extent - i))
-            yield from _fit(
+            yield from _split_to_fit(
                 part.file,
                 part.offset + i * dim.stride,
                 part.at * item + i * dim.step,
@@ -94,33 +94,33 @@ def fetches(part: Region, item: int, room: int) -> Iterator[FileSpans]:
                 room,
             )
         return
-    yield from _fit(part.file, part.offset, part.at * item, outer, inner, item, room)
+    yield from _split_to_fit(part.file, part.offset, part.at * item, outer, inner, item, room)
 
 
 def stores(part: Region, item: int, room: int) -> Iterator[FileSpans]:
     """The pieces by which a part of at most `room` bytes is written: every span is a run of the part's own bytes."""
-    dims = _dims(part, item)
+    dims = _sort_dims(part, item)
     low = len(dims)
     run = item
     while low and dims[low - 1].stride == run:
         low -= 1
         run *= dims[low].extent
-    yield from _fit(part.file, part.offset, part.at * item, dims[:low], dims[low:], item, room, dense=True)
+    yield from _split_to_fit(part.file, part.offset, part.at * item, dims[:low], dims[low:], item, room, dense=True)
 
 
-def _dims(part: Region, item: int) -> list[_Dim]:
+def _sort_dims(part: Region, item: int) -> list[_Dim]:
     """The dims in the order of the file, the slowest first."""
     dims = [_Dim(n, s, t * item) for n, s, t in zip(part.extents, part.strides, part.steps, strict=True) if n != 1]
     return sorted(dims, key=lambda dim: -dim.stride)
 
 
-def _worth(dims: Sequence[_Dim], item: int, room: int) -> bool:
+def _is_worth_reading(dims: Sequence[_Dim], item: int, room: int) -> bool:
     span = item + sum((dim.extent - 1) * dim.stride for dim in dims)
     useful = item * prod(dim.extent for dim in dims if dim.stride)
     return span <= room and (span <= GAP or span <= 2 * useful)
 
 
-def _fit(
+def _split_to_fit(
     file: int,
     offset: int,
     at: int,
@@ -136,7 +136,7 @@ def _fit(
     own = span == item * prod(dim.extent for dim in inner if dim.stride)
     pitch = span if dense or not outer else ceil_div(span, PITCH) * PITCH
     if prod(dim.extent for dim in outer) * pitch <= room or not outer:
-        yield _piece(file, offset, at, outer, inner, span, pitch, own=own)
+        yield _make_piece(file, offset, at, outer, inner, span, pitch, own=own)
         return
     first = outer[0]
     rest = outer[1:]
@@ -145,12 +145,12 @@ def _fit(
         place = (file, offset + i * first.stride, at + i * first.step)
         if many:
             rows = first._replace(extent=min(many, first.extent - i))
-            yield _piece(*place, [rows, *rest], inner, span, pitch, own=own)
+            yield _make_piece(*place, [rows, *rest], inner, span, pitch, own=own)
         else:
-            yield from _fit(*place, rest, inner, item, room, dense=dense)
+            yield from _split_to_fit(*place, rest, inner, item, room, dense=dense)
 
 
-def _piece(
+def _make_piece(
     file: int, offset: int, at: int, outer: Sequence[_Dim], inner: Sequence[_Dim], span: int, pitch: int, *, own: bool
 ) -> FileSpans:
     by = pitch
@@ -339,7 +339,7 @@ def compare_replicas(
             for part in clip(region, window.start, window.end):
                 offset = window.at + (part.at - window.start) * item
                 steps = tuple(step * item for step in part.steps)
-                for box in strided(
+                for box in make_strided(
                     Copy(0, offset, steps, 0, offset, steps, part.extents), item, [station.first], [station.second]
                 ):
                     boxes.append(box)
@@ -456,6 +456,6 @@ def drain(station: Station, writer: Writer, batch: Sequence[tuple[Window, int]])
 _OF_DEVICE = frozenset({"E1550", "E1551", "E1555", "E1559", "E1563", "E1567"})
 
 
-def of_device(fault: CkptError) -> bool:
+def is_device_fault(fault: CkptError) -> bool:
     """Is it the device that failed, not the checkpoint?"""
     return fault.code in _OF_DEVICE

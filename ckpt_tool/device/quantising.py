@@ -20,7 +20,7 @@ import numpy.typing as npt
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.device.casts import CAST_TILE, UNFIT, kind
-from ckpt_tool.device.descriptors import MOST_ROWS, PackedDescriptors, Strided, filled, magic, magics, number_tiles
+from ckpt_tool.device.descriptors import MOST_ROWS, PackedDescriptors, Strided, fill_list, magic, magics, number_tiles
 from ckpt_tool.errors import InternalError
 from ckpt_tool.weight_schemes.schemes import SCHEMES, Scheme
 
@@ -91,7 +91,7 @@ def pack_floats(boxes: Iterable[FloatBox], source: DType, scheme: Scheme, scales
             about = kind(of) if of.name in FLOATS else 0
             table.append((piece.scales, *piece.scale_strides, magic(down), down, about, piece.whole))
             records.append(number)
-    out = filled(listed)
+    out = fill_list(listed)
     tiles = _cut(out, item, scheme)
     out["aux"] = np.arange(len(out))
     nbytes = int((out["rows"] * out["run"]).sum()) * item

@@ -56,12 +56,12 @@ class Resharding(NamedTuple):
 
 def reshard(device: Device, held: Sequence[DeviceBox], wanted: Sequence[DeviceBox], *, stream: int = 0) -> int:
     """Fill what is wanted from what is held. Returns the bytes moved. Raises as `planned`."""
-    plan = planned(held, wanted)
+    plan = plan_resharding(held, wanted)
     plan.run(device, stream=stream)
     return plan.nbytes
 
 
-def planned(held: Sequence[DeviceBox], wanted: Sequence[DeviceBox]) -> Resharding:
+def plan_resharding(held: Sequence[DeviceBox], wanted: Sequence[DeviceBox]) -> Resharding:
     """The launches that fill `wanted`, boxes apart from each other and from what is held.
 
     Raises UsageError E1565 where two speak of one tensor with another shape or dtype, or of a box outside it, and
@@ -69,8 +69,8 @@ def planned(held: Sequence[DeviceBox], wanted: Sequence[DeviceBox]) -> Reshardin
     written and read.
     """
     _agree((*held, *wanted))
-    held = [_in_bytes(shard) for shard in held]
-    wanted = [_in_bytes(shard) for shard in wanted]
+    held = [_convert_to_bytes(shard) for shard in held]
+    wanted = [_convert_to_bytes(shard) for shard in wanted]
     by_name: dict[str, list[tuple[int, DeviceBox]]] = {}
     for number, shard in enumerate(held):
         by_name.setdefault(shard.tensor, []).append((number, shard))
@@ -133,7 +133,7 @@ def _copy(held: DeviceBox, source: int, wanted: DeviceBox, target: int, shared: 
     return Copy(source, begin, by_source, target, end, by_target, shared.shape), item
 
 
-def _in_bytes(shard: DeviceBox) -> DeviceBox:
+def _convert_to_bytes(shard: DeviceBox) -> DeviceBox:
     """A shard of elements of less than a byte as one of bytes: its last dim counts them. Others as they are."""
     bits = shard.dtype.bits
     if bits >= 8:

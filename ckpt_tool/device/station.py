@@ -243,10 +243,10 @@ class StationSizes(NamedTuple):
     @property
     def on_device(self) -> int:
         """Bytes of device memory of all stations."""
-        return self.threads * _of_device(self.line)
+        return self.threads * _count_device_bytes(self.line)
 
 
-def _of_device(line: int) -> int:
+def _count_device_bytes(line: int) -> int:
     return 2 * line + line + SLACK + LISTS
 
 
@@ -257,14 +257,16 @@ def sizes_for(device: Device, *, threads: int, memory: int, work: int) -> Statio
         the device has no room for that one.
     """
     free = int(device.library.info(device.number).free_bytes * SHARE)
-    if free < _of_device(LEAST):
+    if free < _count_device_bytes(LEAST):
         raise UsageError(
-            f"the device has {free} bytes to spare, one thread needs {_of_device(LEAST)}",
+            f"the device has {free} bytes to spare, one thread needs {_count_device_bytes(LEAST)}",
             code="E1560",
             path=device.info.name,
             hint="free memory of the device, or leave --device out: the CPU does the same",
         )
-    count = max(1, min(threads, memory // (LEAST + SLACK + LISTS), free // _of_device(LEAST), ceil_div(work, LEAST)))
+    count = max(
+        1, min(threads, memory // (LEAST + SLACK + LISTS), free // _count_device_bytes(LEAST), ceil_div(work, LEAST))
+    )
     by_host = memory // count - SLACK - LISTS
     by_device = (free // count - SLACK - LISTS) // 3
     line = max(LEAST, min(MOST, by_host, by_device, -(-2 * work // count)))

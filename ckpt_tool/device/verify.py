@@ -21,7 +21,7 @@ from ckpt_tool.device import comparisons
 from ckpt_tool.device.checks import hashes, nonfinite
 from ckpt_tool.device.descriptors import Strided
 from ckpt_tool.device.library import Device
-from ckpt_tool.device.loading import Window, batches, compare_replicas, fill, of_device, read_again, windows
+from ckpt_tool.device.loading import Window, batches, compare_replicas, fill, is_device_fault, read_again, windows
 from ckpt_tool.device.station import Station, Stations
 from ckpt_tool.device.walk import cast_there
 from ckpt_tool.errors import CkptError, InputError, StorageError
@@ -44,7 +44,7 @@ class _Seen:
     bad: int = 0
 
 
-def scanned(
+def scan_tensors(
     catalog: Catalog,
     tree: Tree,
     device: Device,
@@ -73,7 +73,7 @@ def scanned(
         def read(reader: BlockReader, queue: Queue) -> None:
             with stations.station() as station:
                 scan = _Scan(station, reader, seen, note, advance, queue.stopped)
-                for some in gathered(source.moves, queue, station.line):
+                for some in gather_moves(source.moves, queue, station.line):
                     scan.read(some)
 
         share_out(source, read, threads=stations.sizes.threads, waits=True, on_fault=note)
@@ -90,7 +90,7 @@ def scanned(
     return digests, counts
 
 
-def gathered(moves: Sequence[Move], queue: Iterator[int], room: int) -> Iterator[list[Move]]:
+def gather_moves(moves: Sequence[Move], queue: Iterator[int], room: int) -> Iterator[list[Move]]:
     """Moves in handfuls whose lines fit `room` together; one that is larger comes alone."""
     some: list[Move] = []
     used = 0
@@ -137,7 +137,7 @@ class _Scan:
             for batch in batches(every, self._station.line):
                 self._batch(batch, count=count)
         except (InputError, StorageError) as fault:
-            if of_device(fault):
+            if is_device_fault(fault):
                 raise
             if len(moves) > 1:  # they came in one batch, of which nothing was kept
                 for move in moves:
@@ -200,7 +200,7 @@ def drifts_there(
                 model_reader = BlockReader(models.files, 16, {})
                 try:
                     with stations.station() as station:
-                        for some in gathered(casts, queue, station.line):
+                        for some in gather_moves(casts, queue, station.line):
                             for window, count, first in _looked_at(
                                 station, (reader, model_reader), some, twins, queue.stopped
                             ):
@@ -213,7 +213,7 @@ def drifts_there(
 
             share_out(masters, read, threads=stations.sizes.threads, waits=True, on_fault=lambda fault: None)
     except (InputError, StorageError) as fault:
-        if of_device(fault):
+        if is_device_fault(fault):
             raise
         return drifts(catalog, tree, skip=skip)
     return [drift_at(move.key, move.shape, *found[move.key]) for move in models.moves if move.key in found]
@@ -241,11 +241,11 @@ def _looked_at(
             if difference.elements and not difference.nans:
                 yield window, difference.elements, window.start + difference.first
             elif difference.elements > difference.nans:
-                where = _by_cpu(masters, window, station, model)
+                where = _find_drifts_by_cpu(masters, window, station, model)
                 yield window, len(where), window.start + where[0]
 
 
-def _by_cpu(masters: BlockReader, window: Window, station: Station, model: Window) -> list[int]:
+def _find_drifts_by_cpu(masters: BlockReader, window: Window, station: Station, model: Window) -> list[int]:
     """The elements of a window that drifted, counted from its start."""
     block = bytearray(window.nbytes)
     masters.fill(window.move, memoryview(block), window.start, window.end, count=False)

@@ -217,13 +217,13 @@ class Family:
         """
         part = self.part(config)
         if part is None:
-            return {**config, **_of_layers(config)} if "per_layer_config" in config else config
+            return {**config, **_read_shared_layer_settings(config)} if "per_layer_config" in config else config
         defaults = next(
             (each.defaults for each in self.classes if each.model_type == part.get("model_type", each.model_type)),
             self.classes[0].defaults if self.classes else {},
         )
         tied = {key: config[key] for key in ("tie_word_embeddings",) if isinstance(config.get(key), bool)}
-        return {**defaults, **config, **part, **_of_layers(part), **tied}
+        return {**defaults, **config, **part, **_read_shared_layer_settings(part), **tied}
 
     def part(self, config: Config) -> Config | None:
         """The language model's part of a config.json, None where it is all of it."""
@@ -234,25 +234,27 @@ class Family:
 
     def exact(self, dialect: str) -> bool:
         """Do the dialect's rules say all that a whole model has (`Variant.exact`)?"""
-        found = self.dialects.get(dialect)
-        return isinstance(found, Variant) and found.exact
+        variant = self.dialects.get(dialect)
+        return isinstance(variant, Variant) and variant.exact
 
     def table(self, dialect: str) -> Table:
         """The dialect's rules. Raises UsageError: E1231 no such dialect, E0220-E0235 and E1234 a table at fault."""
         return _table(self, dialect)
 
 
-def _of_layers(config: Config) -> dict[str, Any]:
+def _read_shared_layer_settings(config: Config) -> dict[str, Any]:
     """What transformers 5 says of single layers in `per_layer_config`, where it says the same of all that it names.
 
-    >>> _of_layers({"per_layer_config": {"1": {"head_dim": 8}, "3": {"head_dim": 8}}})
+    >>> _read_shared_layer_settings({"per_layer_config": {"1": {"head_dim": 8}, "3": {"head_dim": 8}}})
     {'per_layer_head_dim': 8}
     """
-    stated = config.get("per_layer_config")
-    rows = [row for row in stated.values() if isinstance(row, Mapping)] if isinstance(stated, Mapping) else []
+    by_layer = config.get("per_layer_config")
+    rows = [row for row in by_layer.values() if isinstance(row, Mapping)] if isinstance(by_layer, Mapping) else []
     keys = dict.fromkeys(key for row in rows for key in row)
-    every = {key: [row.get(key) for row in rows] for key in keys}
-    return {f"per_layer_{key}": values[0] for key, values in every.items() if values.count(values[0]) == len(values)}
+    values_of = {key: [row.get(key) for row in rows] for key in keys}
+    return {
+        f"per_layer_{key}": values[0] for key, values in values_of.items() if values.count(values[0]) == len(values)
+    }
 
 
 @lru_cache(maxsize=256)
@@ -264,23 +266,29 @@ def _table(family: Family, dialect: str) -> Table:
     if dialect == BARE and dialect not in family.dialects and dialect in family.known_dialects:
         return Variant(HUB, root="").derive(family.table(HUB), family.table(HUB), family.kinds)
     if dialect not in family.dialects:
-        known = family.known_dialects
+        dialects = family.known_dialects
         begins = dialect.partition("-")[0]
         system = SYSTEMS.get(begins)
-        other = not any(name.partition("-")[0] == begins for name in known)
-        own = family.unmapped.get(begins)
-        why = f": {own or f'no project that ckpt knows maps it to {system}'}" if system and other else ""
-        way = near_misses(dialect, known) or ("--dialect keep keeps the source's names" if system else "")
-        raise UsageError(
-            f"family {family.name} has no dialect {dialect!r}{why}",
-            code="E1231",
-            hint=f"it has {', '.join(known)}; {way}".rstrip("; "),
+        is_other_system = not any(name.partition("-")[0] == begins for name in dialects)
+        project_reason = family.unmapped.get(begins)
+        reason = (
+            f": {project_reason or f'no project that ckpt knows maps it to {system}'}"
+            if system and is_other_system
+            else ""
         )
-    return _resolved(family, family.dialects[dialect], ("", ""))
+        advice = near_misses(dialect, dialects) or ("--dialect keep keeps the source's names" if system else "")
+        raise UsageError(
+            f"family {family.name} has no dialect {dialect!r}{reason}",
+            code="E1231",
+            hint=f"it has {', '.join(dialects)}; {advice}".rstrip("; "),
+        )
+    return _resolve_variant(family, family.dialects[dialect], ("", ""))
 
 
-def _resolved(family: Family, given: str | Variant, swap: tuple[str, str]) -> Table:
+def _resolve_variant(family: Family, given: str | Variant, swap: tuple[str, str]) -> Table:
     if isinstance(given, str):
         return table_of(given.replace(*swap) if swap[0] else given, family.kinds)
-    of = given.of if "\n" in given.of else family.hub if given.of == HUB else family.dialects[given.of]
-    return given.derive(_resolved(family, of, given.swap if given.swap[0] else swap), family.table(HUB), family.kinds)
+    origin = given.of if "\n" in given.of else family.hub if given.of == HUB else family.dialects[given.of]
+    return given.derive(
+        _resolve_variant(family, origin, given.swap if given.swap[0] else swap), family.table(HUB), family.kinds
+    )

@@ -23,7 +23,7 @@ from ckpt_tool.errors import UsageError
 from ckpt_tool.families.base import Config, Family
 from ckpt_tool.families.config.translation import megatron_args
 from ckpt_tool.families.config.words import LAYERS
-from ckpt_tool.families.sizes import configured
+from ckpt_tool.families.sizes import compute_sizes
 from ckpt_tool.families.table import Table, form_of, instances
 
 # MaxText's, OLMo-core's, Gemma's and torchtune's of Gemma, which do not lie beside the layers; no tower has such names
@@ -95,93 +95,97 @@ def _fronts_of_layers(table: Table) -> tuple[str, ...]:
 
 def missing(family: Family, dialect: str, names: Iterable[str], config: Config | None) -> list[str]:
     """The tensors that a whole model would have beside `names`, as far as names and config tell; [] for a whole one."""
-    exactly = expected(family, dialect, config)
+    exactly = list_expected_tensors(family, dialect, config)
     table = family.table(dialect)
     config = family.facts(config or {})
     if exactly is not None:
         have = set(names)
-        head = _whole_model(family, table, have, config)
+        head = _find_missing_ends(family, table, have, config)
         return list(dict.fromkeys((*(name for name in exactly if name not in have), *head)))
-    sized = {**config, **configured(family.axes, config)[0]}
+    sized = {**config, **compute_sizes(family.axes, config)[0]}
     layers: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     experts: dict[tuple[str, int], dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
     named, unknown = instances(table.left, names)
     for group in named:
-        front, rest = _in_layer(group.form)
+        front, rest = _split_at_layer(group.form)
         if not rest:
             continue
         several = "%d" in rest.replace("experts.%d", "")  # modules of one layer, as many in each
         for numbers in group.values:
-            layers[front][numbers[0]].add(f"{front}%d.{_of_module(rest, numbers[1:])}" if several else group.form)
+            layers[front][numbers[0]].add(
+                f"{front}%d.{_fill_module_numbers(rest, numbers[1:])}" if several else group.form
+            )
             if len(numbers) == 2 and not several:
                 experts[group.form, numbers[0]][0].add(numbers[1])
     for name in unknown if table.towers else ():
         form, row = form_of(name)
-        front, rest = _in_layer(form)
+        front, rest = _split_at_layer(form)
         if row and f".{front}".endswith(_BLOCKS) and table.in_tower(name) is not None:
-            layers[front][row[0]].add(f"{front}%d.{_of_module(rest, row[1:])}")
-    lost = list(_whole_model(family, table, names, config))
-    whole = _layer_count(family, config)
-    decoders = _decoders(table)
+            layers[front][row[0]].add(f"{front}%d.{_fill_module_numbers(rest, row[1:])}")
+    lost = list(_find_missing_ends(family, table, names, config))
+    whole = _count_layers(family, config)
+    decoders = _find_decoders(table)
     if whole and decoders and not decoders & layers.keys():
         lost.append(f"{min(decoders)}*")
     for front, found_layers in layers.items():
         decoder = front in decoders
-        count = _numbered(table, front, whole, sized) if decoder and whole else whole
+        count = _count_numbers(table, front, whole, sized) if decoder and whole else whole
         if count and decoder:
-            lost += [f"{front}{numbers}.*" for numbers in _gaps(found_layers, count)]
-        lost += _thinner(found_layers, count, table, sized)
-        lost += _no_experts(front, found_layers, config, count or 0) if decoder and count == whole else []
-    return lost + list(_lone_experts(experts))
+            lost += [f"{front}{numbers}.*" for numbers in _find_gaps(found_layers, count)]
+        lost += _find_thinner_layers(found_layers, count, table, sized)
+        lost += (
+            _find_layers_without_experts(front, found_layers, config, count or 0) if decoder and count == whole else []
+        )
+    return lost + list(_find_lone_experts(experts))
 
 
-def expected(family: Family, dialect: str, config: Config | None) -> list[str] | None:
+def list_expected_tensors(family: Family, dialect: str, config: Config | None) -> list[str] | None:
     """The tensors of a whole model but its head, in a dialect whose rules say all of them; None in another, or where the
     config leaves a size open."""
     if not (config and family.exact(dialect)):
         return None
     facts = family.facts(config)
-    sizes = configured(family.axes, facts)[0]
-    found = dict[str, None]()
+    sizes = compute_sizes(family.axes, facts)[0]
+    expected = dict[str, None]()
     for rule in family.table(dialect).rules:
         try:
             shapes = rule.left_shapes(sizes, facts)
         except UsageError:
             return None
-        found |= dict.fromkeys(name for name, n in shapes.items() if 0 not in n and not is_head(name))
-    return list(found)
+        expected |= dict.fromkeys(name for name, n in shapes.items() if 0 not in n and not is_head(name))
+    return list(expected)
 
 
-def _in_layer(form: str) -> tuple[str, str]:
+def _split_at_layer(form: str) -> tuple[str, str]:
     """What stands before and behind a layer's number, twice "" where there is none.
 
-    >>> _in_layer("model.layers.%d.mlp.w"), _in_layer("transformer/layer_%d/mlp.w"), _in_layer("model.norm.weight")
+    >>> _split_at_layer("model.layers.%d.mlp.w"), _split_at_layer("transformer/layer_%d/mlp.w"), _split_at_layer("model.norm.weight")
     (('model.layers.', 'mlp.w'), ('transformer/layer_', 'mlp.w'), ('', ''))
     """
-    found = _NUMBERED.search(form)
-    return (form[: found.start()], form[found.end() :]) if found else ("", "")
+    number = _NUMBERED.search(form)
+    return (form[: number.start()], form[number.end() :]) if number else ("", "")
 
 
-def _of_module(form: str, numbers: Iterable[int]) -> str:
+def _fill_module_numbers(form: str, numbers: Iterable[int]) -> str:
     """The form with all numbers but an expert's.
 
-    >>> _of_module("layers.%d.mlp.experts.%d.w1", (1, 7))
+    >>> _fill_module_numbers("layers.%d.mlp.experts.%d.w1", (1, 7))
     'layers.1.mlp.experts.%d.w1'
     """
-    first, *others = form.split("%d")
-    out = first
+    head, *others = form.split("%d")
+    filled = head
     for text, number in zip(others, numbers, strict=True):
-        out += ("%d" if out.endswith("experts.") else str(number)) + text
-    return out
+        filled += ("%d" if filled.endswith("experts.") else str(number)) + text
+    return filled
 
 
-def _layer_count(family: Family, config: Config) -> int | None:
+def _count_layers(family: Family, config: Config) -> int | None:
     """By the class's own word first: LongCat-Flash counts its two modules of attention a layer in another."""
-    own = [each.keys.get(_LAYERS[0], _LAYERS[0]) for each in family.classes]
-    return next((int(config[key]) for key in (*own, *_LAYERS) if type(config.get(key)) is int), None)
+    class_keys = [model_class.keys.get(_LAYERS[0], _LAYERS[0]) for model_class in family.classes]
+    return next((int(config[key]) for key in (*class_keys, *_LAYERS) if type(config.get(key)) is int), None)
 
 
-def _numbered(table: Table, front: str, count: int, config: Config) -> int:
+def _count_numbers(table: Table, front: str, count: int, config: Config) -> int:
     """How many numbers a dialect has for so many layers: two for each where a layer is two there."""
     indices = {
         spot.shifted[0]
@@ -190,34 +194,36 @@ def _numbered(table: Table, front: str, count: int, config: Config) -> int:
         for spot in spots
         if spot.shifted
     }
-    last = {**config, "i": count - 1}
-    return max([count, *(1 + int(index.value(last)) for index in indices if "i" in index.names)])
+    last_layer = {**config, "i": count - 1}
+    return max([count, *(1 + int(index.value(last_layer)) for index in indices if "i" in index.names)])
 
 
-def _decoders(table: Table) -> set[str]:
+def _find_decoders(table: Table) -> set[str]:
     """What stands before the number of a decoder's layer, `{i}` in its rules; the layers of MTP and of towers are not
     counted."""
     fronts = {
-        _in_layer(form)[0]
+        _split_at_layer(form)[0]
         for form, spots in table.left.items()
-        if _in_layer(form)[1] and any(spot.axes[:1] == ("i",) for spot in spots)
+        if _split_at_layer(form)[1] and any(spot.axes[:1] == ("i",) for spot in spots)
     }
     ends = (".layers.", ".layers_", ".layer_", "/layer_", ".h.", ".blocks.", ".blk.")
     return {front for front in fronts if f".{front}".endswith(ends) and "mtp" not in front.split(".")}
 
 
-def _thinner(layers: Mapping[int, set[str]], count: int | None, table: Table, config: Config) -> Iterator[str]:
+def _find_thinner_layers(
+    layers: Mapping[int, set[str]], count: int | None, table: Table, config: Config
+) -> Iterator[str]:
     """What modules of a layer lack that are like the same modules of others but for it, and that a layer of that number
     has by the table's conditions."""
     modules: dict[str, dict[frozenset[str], list[int]]] = defaultdict(lambda: defaultdict(list))
-    split = {form: re.split("[./]", _in_layer(form)[1]) for forms in layers.values() for form in forms}
+    split = {form: re.split("[./]", _split_at_layer(form)[1]) for forms in layers.values() for form in forms}
     deep = {
         words[0] for words in split.values() if len(words) > 2
     }  # `mamba.A_log` is of the module that has `mamba.norm`
     for number, forms in layers.items():
         parts: dict[str, set[str]] = {"": set()}  # "": what is in the layer itself, its norms
         for form, words in ((form, split[form]) for form in forms):
-            parts.setdefault(words[0] if words[0] in deep else _stem(words[0]), set()).add(form)
+            parts.setdefault(words[0] if words[0] in deep else _name_module(words[0]), set()).add(form)
         for module, own in parts.items():
             modules[module][frozenset(own)].append(number)
     for kinds in modules.values():
@@ -229,7 +235,7 @@ def _thinner(layers: Mapping[int, set[str]], count: int | None, table: Table, co
             )
             left = set(numbers)
             for lost, as_many in sorted(fuller, key=lambda row: len(row[0])):
-                wanted = {n: [form for form in lost if _expected(table, form, n, config)] for n in sorted(left)}
+                wanted = {n: [form for form in lost if _may_have(table, form, n, config)] for n in sorted(left)}
                 lacking = {number: gone for number, gone in wanted.items() if gone}
                 if 0 < len(lacking) <= as_many:
                     for number, gone in lacking.items():
@@ -237,10 +243,10 @@ def _thinner(layers: Mapping[int, set[str]], count: int | None, table: Table, co
                     left -= lacking.keys()
 
 
-def _stem(word: str) -> str:
+def _name_module(word: str) -> str:
     """The module of a tensor that lies in the layer itself, where names tell it, as llama.cpp's do.
 
-    >>> _stem("attn_q"), _stem("ffn_gate_exps"), _stem("exp_probs_b"), _stem("ffn_norm")
+    >>> _name_module("attn_q"), _name_module("ffn_gate_exps"), _name_module("exp_probs_b"), _name_module("ffn_norm")
     ('attn', 'ffn', 'ffn', '')
     """
     if word.endswith("norm") or not word.startswith(("attn_", "ffn_", "exp_")):
@@ -248,7 +254,7 @@ def _stem(word: str) -> str:
     return "attn" if word.startswith("attn_") else "ffn"
 
 
-def _expected(table: Table, form: str, number: int, config: Config) -> bool:
+def _may_have(table: Table, form: str, number: int, config: Config) -> bool:
     """May a layer of that number have a tensor of the form? False where all its rules are of other layers, by their
     numbers or their conditions."""
     spots = table.left.get(form)
@@ -258,15 +264,17 @@ def _expected(table: Table, form: str, number: int, config: Config) -> bool:
             return True
         try:
             row = spot.reader(config)((number, *(0 for _ in range(form.count("%d") - 1))))
-            at = None if row is None else ChainMap(dict(zip(spot.axes, row, strict=True)), dict(config))
-            if at is not None and (condition is None or condition.value(at)):
+            index_of = None if row is None else ChainMap(dict(zip(spot.axes, row, strict=True)), dict(config))
+            if index_of is not None and (condition is None or condition.value(index_of)):
                 return True
         except UsageError:  # it reads what no config states: nobody can tell
             continue
     return spots is None  # a tower's names have no rules
 
 
-def _no_experts(front: str, layers: Mapping[int, set[str]], config: Config, count: int) -> Iterator[str]:
+def _find_layers_without_experts(
+    front: str, layers: Mapping[int, set[str]], config: Config, count: int
+) -> Iterator[str]:
     """Layers of the sparse ones that the config tells, where there are no experts."""
     arguments = megatron_args(config).config if config else {}
     pattern = arguments.get("moe_layer_freq")
@@ -282,19 +290,19 @@ def _no_experts(front: str, layers: Mapping[int, set[str]], config: Config, coun
             yield f"{front}{number}.*experts*"
 
 
-def _lone_experts(experts: Mapping[tuple[str, int], Mapping[int, set[int]]]) -> Iterator[str]:
+def _find_lone_experts(experts: Mapping[tuple[str, int], Mapping[int, set[int]]]) -> Iterator[str]:
     """Experts that have some of their tensors, or whose number is left out."""
     by_layer: dict[tuple[str, int], dict[str, set[int]]] = defaultdict(dict)
-    for (form, layer), found in experts.items():
+    for (form, layer), by_module in experts.items():
         front = form[: form.rindex("%d") + 2]
-        by_layer[front, layer][form] = found[0]
+        by_layer[front, layer][form] = by_module[0]
     for (_, layer), forms in by_layer.items():
         count = max(max(numbers) for numbers in forms.values()) + 1
         for form, numbers in forms.items():
-            yield from (form.replace("%d", str(layer), 1).replace("%d", gone, 1) for gone in _gaps(numbers, count))
+            yield from (form.replace("%d", str(layer), 1).replace("%d", gone, 1) for gone in _find_gaps(numbers, count))
 
 
-def _gaps(have: Collection[int], count: int) -> Iterator[str]:
+def _find_gaps(have: Collection[int], count: int) -> Iterator[str]:
     """The numbers below `count` that are not there: one by one, long rows as `FIRST-LAST`, so that no number of a name
     or a config is ever counted out.
 
@@ -307,29 +315,29 @@ def _gaps(have: Collection[int], count: int) -> Iterator[str]:
         start = stop + 1
 
 
-def _whole_model(family: Family, table: Table, names: Iterable[str], config: Config) -> Iterator[str]:
+def _find_missing_ends(family: Family, table: Table, names: Iterable[str], config: Config) -> Iterator[str]:
     """The embedding, the last norm and an output layer that is not tied, where there is any layer at all."""
     have = set(names)
-    beside = {_beside(front) for front in _decoders(table)}
+    beside = {_find_parent(front) for front in _find_decoders(table)}
     kinds = config.get("architectures")
     causal = isinstance(kinds, list) and any(str(kind).endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds)
     tied = config.get("tie_word_embeddings")
-    for ends, wanted in (
+    for ends, is_required in (
         (_EMBEDDINGS, True),
         (_LAST_NORMS, True),
         (_HEADS, causal and tied is False),
     ):
-        known = [form for form in table.left if f".{form}".endswith(ends) and "%d" not in form]
+        forms = [form for form in table.left if f".{form}".endswith(ends) and "%d" not in form]
         if ends == _LAST_NORMS:  # of the decoder: a tower has norms too
-            known = [form for form in known if _beside(form) in beside or f".{form}".endswith(_NORMS_ELSEWHERE)]
-        if wanted and known and not have & set(known):
-            yield known[0]
+            forms = [form for form in forms if _find_parent(form) in beside or f".{form}".endswith(_NORMS_ELSEWHERE)]
+        if is_required and forms and not have & set(forms):
+            yield forms[0]
 
 
-def _beside(name: str) -> str:
+def _find_parent(name: str) -> str:
     """The module that holds what `name` is a part of.
 
-    >>> _beside("model.norm.weight"), _beside("model.layers.")
+    >>> _find_parent("model.norm.weight"), _find_parent("model.layers.")
     ('model', 'model')
     """
     return ".".join(name.split(".")[:-2])

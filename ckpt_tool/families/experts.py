@@ -32,16 +32,16 @@ def expert_layouts(family: Family) -> dict[str, str]:
     released = next(iter(_layouts(family, HUB)[0]), None)
     if released is None:
         return {}
-    out = dict[str, str]()
+    layouts = dict[str, str]()
     for layout in sorted(LAYOUTS, key=lambda each: each != released):
-        known = [name for name in family.dialects if name.startswith("hf")]
-        preferred = [name for name in (HUB, LAYOUTS[layout], MEMORY) if name in (HUB, *known)]
-        kinds = {name: _layouts(family, name) for name in dict.fromkeys((*preferred, *known))}
+        hub_dialects = [name for name in family.dialects if name.startswith("hf")]
+        preferred = [name for name in (HUB, LAYOUTS[layout], MEMORY) if name in (HUB, *hub_dialects)]
+        kinds = {name: _layouts(family, name) for name in dict.fromkeys((*preferred, *hub_dialects))}
         fitting = [name for name, (decoder, _) in kinds.items() if decoder == {layout}]
         pure = [name for name in fitting if kinds[name][1] == {layout}]
         if fitting:
-            out[layout] = (*pure, *fitting)[0]
-    return out
+            layouts[layout] = (*pure, *fitting)[0]
+    return layouts
 
 
 def mixed_experts(names: Iterable[str]) -> list[str]:
@@ -50,14 +50,14 @@ def mixed_experts(names: Iterable[str]) -> list[str]:
     >>> mixed_experts(["model.layers.0.mlp.experts.1.up_proj.weight", "model.layers.1.mlp.experts.gate_up_proj"])
     ['model.layers.%d.mlp.experts']
     """
-    apart = set[str]()
+    unfused_forms = set[str]()
     fused = dict[str, None]()
     for name in names:
-        if found := _APART.fullmatch(name):
-            apart.add(form_of(found[1])[0])
-        elif found := _FUSED_NAME.fullmatch(name):
-            fused[form_of(found[1])[0]] = None
-    return [front for front in fused if front in apart]
+        if match := _APART.fullmatch(name):
+            unfused_forms.add(form_of(match[1])[0])
+        elif match := _FUSED_NAME.fullmatch(name):
+            fused[form_of(match[1])[0]] = None
+    return [front for front in fused if front in unfused_forms]
 
 
 def memory_dialect(family: Family) -> str:
@@ -77,15 +77,15 @@ def _layouts(family: Family, dialect: str) -> tuple[set[str], set[str]]:
     table = family.table(dialect)
     axes = _expert_axes(family.table(HUB)) | _expert_axes(table)
     decoder = set[str]()
-    every = set[str]()
+    layouts = set[str]()
     for number in {spots[0].rule for spots in table.right.values()}:
         for term in (term for term in table.rules[number].left if term.name is not None):
             numbered = axes.intersection(term.axes)
             if numbered or (axes.intersection(term.pattern.axes) and len(term.pattern.dims) > 2):
                 layout = SPLIT if numbered else FUSED
-                every.add(layout)
+                layouts.add(layout)
                 decoder |= {layout} if "i" in term.axes else set()
-    return decoder, every
+    return decoder, layouts
 
 
 def _expert_axes(table: Table) -> set[str]:

@@ -79,20 +79,20 @@ def part_of(name: str) -> LowRankPart | None:
     >>> part_of("base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight")
     LowRankPart(module='model.layers.0.self_attn.q_proj', kind='b', key='')
     """
-    found = _BRIDGE.fullmatch(name)
-    if found is not None:
-        return LowRankPart(found["module"], _PARTS[found["part"]], found["key"] or "")
-    found = _NAMED.fullmatch(name)
-    return LowRankPart(found["module"].removeprefix(PEFT.prefix), _PARTS[found["part"]]) if found else None
+    match = _BRIDGE.fullmatch(name)
+    if match is not None:
+        return LowRankPart(match["module"], _PARTS[match["part"]], match["key"] or "")
+    match = _NAMED.fullmatch(name)
+    return LowRankPart(match["module"].removeprefix(PEFT.prefix), _PARTS[match["part"]]) if match else None
 
 
 def is_adapter(names: Iterable[str]) -> bool:
     """Are these the tensors of an adapter alone: pairs of A and B, and magnitudes?"""
-    known = None
-    for known in map(part_of, names):
-        if known is None:  # a model's first tensor says so
+    family_name = None
+    for family_name in map(part_of, names):
+        if family_name is None:  # a model's first tensor says so
             return False
-    return known is not None
+    return family_name is not None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,45 +103,45 @@ class AdapterFamily(Family):
 
     @property
     def known_dialects(self) -> tuple[str, ...]:
-        own = self.base.known_dialects if self.base is not None else ()
-        return (HUB, MEGATRON, SWIFT, CANONICAL) if MEGATRON in own else (HUB,)
+        base_dialects = self.base.known_dialects if self.base is not None else ()
+        return (HUB, MEGATRON, SWIFT, CANONICAL) if MEGATRON in base_dialects else (HUB,)
 
     def table(self, dialect: str) -> Table:
         """The dialect's rules of adapters. Raises UsageError as the family's own table."""
-        return _derived(self.base, dialect) if self.base is not None else Family.table(self, dialect)
+        return _derive_table(self.base, dialect) if self.base is not None else Family.table(self, dialect)
 
 
 @lru_cache(maxsize=64)
 def adapter_family(family: Family) -> AdapterFamily:
     """The family of the adapters of `family`."""
-    values = {each.name: getattr(family, each.name) for each in fields(family)}
+    values = {family_field.name: getattr(family, family_field.name) for family_field in fields(family)}
     values["own"] = (*family.own, RANK)
     return AdapterFamily(**values, base=family)
 
 
 @lru_cache(maxsize=64)
-def _derived(family: Family, dialect: str) -> Table:
+def _derive_table(family: Family, dialect: str) -> Table:
     if dialect == HUB:
-        return table_of("\n".join(_of_hub(family)))
-    own = SPELLINGS[dialect]
+        return table_of("\n".join(_list_hub_rules(family)))
+    spelling = SPELLINGS[dialect]
     source = family.table(SWIFT if dialect == SWIFT and SWIFT in family.dialects else MEGATRON)  # most have one layout
-    apart = [line for rule in source.rules for line in _canonical(rule)] if dialect in (MEGATRON, CANONICAL) else []
-    fused = [line for rule in source.rules for line in _plain(rule, own)]
-    return table_of("\n".join([*apart, *fused] if dialect == CANONICAL else [*fused, *apart]))
+    unfused = [line for rule in source.rules for line in _canonical(rule)] if dialect in (MEGATRON, CANONICAL) else []
+    fused = [line for rule in source.rules for line in _plain(rule, spelling)]
+    return table_of("\n".join([*unfused, *fused] if dialect == CANONICAL else [*fused, *unfused]))
 
 
-def _of_hub(family: Family) -> Iterator[str]:
+def _list_hub_rules(family: Family) -> Iterator[str]:
     """The hub's own names. Which dim of a weight has its inputs only Megatron's rule says, whose weights are all
     (outputs, inputs): GPT-2's lie the other way round, and their adapters do not."""
     sides = [_sides(rule) for dialect in (MEGATRON, SWIFT) if dialect in family.dialects
              for rule in family.table(dialect).rules]  # fmt: skip
-    known = {_module(term): dims for each in sides if each is not None for term, dims in each[1]}
+    dims_of = {_module(term): dims for side in sides if side is not None for term, dims in side[1]}
     for rule in family.table(HUB).rules:
         for term in rule.left:
             dims = _dims(term.pattern)
             if term.name is None or len(dims) != 2 or not term.name.text.endswith(_WEIGHT):
                 continue
-            outputs, inputs = known.get(_module(term), (dims[0], dims[1]))
+            outputs, inputs = dims_of.get(_module(term), (dims[0], dims[1]))
             for pattern, end in (
                 (f"{RANK} {inputs}", PEFT.a),
                 (f"{outputs} {RANK}", PEFT.b),
@@ -155,12 +155,14 @@ def _plain(rule: Equation, own: Spelling) -> Iterator[str]:
     sides = _sides(rule)
     if sides is None:
         return
-    (left, left_dims), right = sides
-    yield from (_line(left, f"{RANK} {left_dims[1]}", own.a, own,
+    (left_term, left_dims), right = sides
+    yield from (_line(left_term, f"{RANK} {left_dims[1]}", own.a, own,
                       [(term, f"{RANK} {dims[1]}", PEFT.a)], rule) for term, dims in right)  # fmt: skip
-    yield _line(left, f"{left_dims[0]} {RANK}", own.b, own,
+    yield _line(left_term, f"{left_dims[0]} {RANK}", own.b, own,
                 [(term, f"{dims[0]} {RANK}", PEFT.b) for term, dims in right], rule)  # fmt: skip
-    yield _line(left, left_dims[0], own.magnitude, own, [(term, dims[0], PEFT.magnitude) for term, dims in right], rule)
+    yield _line(
+        left_term, left_dims[0], own.magnitude, own, [(term, dims[0], PEFT.magnitude) for term, dims in right], rule
+    )
 
 
 def _canonical(rule: Equation) -> Iterator[str]:
@@ -168,14 +170,14 @@ def _canonical(rule: Equation) -> Iterator[str]:
     sides = _sides(rule)
     if sides is None or len(sides[1]) < 2 or ".experts." in _module(sides[0][0]):
         return
-    (left, _), right = sides
+    (left_term, _), right = sides
     keys = [APART.get(_module(term).rpartition(".")[2]) for term, _ in right]
     if None in keys or len(set(keys)) != len(keys):
         return
     for key, (term, dims) in zip(keys, right, strict=True):
-        yield _line(left, f"{RANK} {dims[1]}", f".adapter.{key}.linear_in.weight", BRIDGE,
+        yield _line(left_term, f"{RANK} {dims[1]}", f".adapter.{key}.linear_in.weight", BRIDGE,
                     [(term, f"{RANK} {dims[1]}", PEFT.a)], rule)  # fmt: skip
-        yield _line(left, f"{dims[0]} {RANK}", f".adapter.{key}.linear_out.weight", BRIDGE,
+        yield _line(left_term, f"{dims[0]} {RANK}", f".adapter.{key}.linear_out.weight", BRIDGE,
                     [(term, f"{dims[0]} {RANK}", PEFT.b)], rule)  # fmt: skip
 
 
@@ -186,25 +188,25 @@ def _sides(rule: Equation) -> tuple[tuple[Term, Dims], list[tuple[Term, Dims]]] 
     """(the dialect's weight, the hub's) with their dims, None for a rule that is none of linear weights."""
     if len(rule.left) != 1 or rule.left[0].maps or any(term.maps for term in rule.right):
         return None
-    (left,) = rule.left
-    dims = _dims(left.pattern)
-    if left.name is None or len(dims) != 2 or not left.name.text.endswith(_WEIGHT):
+    (left_term,) = rule.left
+    dims = _dims(left_term.pattern)
+    if left_term.name is None or len(dims) != 2 or not left_term.name.text.endswith(_WEIGHT):
         return None
     inputs = _axes(dims[1])
     right = list[tuple[Term, Dims]]()
-    if any(term.name is None or {*term.name.axes} != {*left.name.axes} for term in rule.right):
+    if any(term.name is None or {*term.name.axes} != {*left_term.name.axes} for term in rule.right):
         return None
     for term in rule.right:
-        theirs = _dims(term.pattern)
-        if term.name is None or len(theirs) != 2 or not term.name.text.endswith(_WEIGHT):
+        left_dims = _dims(term.pattern)
+        if term.name is None or len(left_dims) != 2 or not term.name.text.endswith(_WEIGHT):
             return None
-        at = next((k for k in (1, 0) if _axes(theirs[k]) == inputs), None)
-        if at is None:
+        input_dim = next((k for k in (1, 0) if _axes(left_dims[k]) == inputs), None)
+        if input_dim is None:
             return None
-        right.append((term, (theirs[1 - at], theirs[at])))
+        right.append((term, (left_dims[1 - input_dim], left_dims[input_dim])))
     if len({term.name.text for term, _ in right if term.name}) != len(right):
         return None
-    return (left, (dims[0], dims[1])), right
+    return (left_term, (dims[0], dims[1])), right
 
 
 def _module(term: Term) -> str:
@@ -214,21 +216,21 @@ def _module(term: Term) -> str:
 def _line(
     left: Term, pattern: str, ending: str, own: Spelling, right: list[tuple[Term, str, str]], rule: Equation
 ) -> str:
-    there = " ; ".join(f"{PEFT.prefix}{_module(term)}{end} : {dims}" for term, dims, end in right)
+    target = " ; ".join(f"{PEFT.prefix}{_module(term)}{end} : {dims}" for term, dims, end in right)
     condition = f" if {rule.condition.text}" if rule.condition is not None else ""
-    return f"{own.prefix}{_module(left)}{ending} : {pattern} = {there}{condition}"
+    return f"{own.prefix}{_module(left)}{ending} : {pattern} = {target}{condition}"
 
 
 def _dims(pattern: Pattern) -> list[str]:
     """The dims of a pattern, as they are written."""
-    found: list[list[str]] = []
+    groups: list[list[str]] = []
     depth = 0
     for word in re.findall(r"[()]|[^()\s]+", pattern.text):
         if depth == 0:
-            found.append([])
+            groups.append([])
         depth += (word == "(") - (word == ")")
-        found[-1].append(word)
-    return [" ".join(dim) for dim in found]
+        groups[-1].append(word)
+    return [" ".join(dim) for dim in groups]
 
 
 def _axes(dim: str) -> frozenset[str]:

@@ -46,8 +46,8 @@ class Near(NamedTuple):
     @property
     def headline(self) -> str:
         """`the nearest, qwen3, knows 13 of 14 kinds of tensors`."""
-        known = "all" if self.known == self.kinds else f"{'' if self.close else 'only '}{self.known} of"
-        return f"the nearest, {self.family.name}, knows {known} {_many(self.kinds, 'kind')} of tensors"
+        share = "all" if self.known == self.kinds else f"{'' if self.close else 'only '}{self.known} of"
+        return f"the nearest, {self.family.name}, knows {share} {_many(self.kinds, 'kind')} of tensors"
 
     @property
     def differences(self) -> list[str]:
@@ -58,7 +58,7 @@ class Near(NamedTuple):
             (f"{_many(len(self.lacking), 'name')} of {name} without a tensor (optional ones count)", self.lacking),
             (f"{_many(len(self.unfit), 'shape')} unlike those of {name}", self.unfit),
         )
-        return [f"{head}: {_some(found)}" for head, found in lines if found]
+        return [f"{head}: {_some(names)}" for head, names in lines if names]
 
     @property
     def advice(self) -> str:
@@ -89,22 +89,22 @@ def nearest(
     kinds: dict[str, str] = {}
     for name in names:
         kinds.setdefault(form_of(name)[0], name)
-    found = []
+    candidates = []
     for family in families:
         for dialect in family.known_dialects:
             if stated in (None, dialect) or dialect.startswith(f"{stated}-"):
                 near = _near(family, dialect, kinds, shapes, config)
                 if near.known:
-                    found.append(near)
-    if not found:
+                    candidates.append(near)
+    if not candidates:
         return None
-    most = max((near.known, -len(near.strange)) for near in found)
-    found = [_lacking(near, kinds, config) for near in found if (near.known, -len(near.strange)) == most]
-    fewest = min(len(near.lacking) for near in found)
-    found = [near for near in found if len(near.lacking) == fewest]
-    found.sort(key=lambda near: _rank(near, kind))  # stable: in order of names
-    also = dict.fromkeys(near.family.name for near in found if near.family is not found[0].family)
-    return found[0]._replace(also=tuple(also)[:_EXAMPLES])
+    best = max((near.known, -len(near.strange)) for near in candidates)
+    candidates = [_lacking(near, kinds, config) for near in candidates if (near.known, -len(near.strange)) == best]
+    fewest = min(len(near.lacking) for near in candidates)
+    candidates = [near for near in candidates if len(near.lacking) == fewest]
+    candidates.sort(key=lambda near: _rank(near, kind))  # stable: in order of names
+    also = dict.fromkeys(near.family.name for near in candidates if near.family is not candidates[0].family)
+    return candidates[0]._replace(also=tuple(also)[:_EXAMPLES])
 
 
 def _rank(near: Near, kind: str) -> tuple[float, bool, bool, int]:
@@ -117,10 +117,12 @@ def _near(family: Family, dialect: str, kinds: Mapping[str, str], shapes: Mappin
     """All but what the family has and the checkpoint lacks."""
     table = family.table(dialect)
     unknown = (name for form, name in kinds.items() if form not in table.left and table.in_tower(name) is None)
-    strange = tuple(_shaped(name, shapes) for name in unknown)
-    first = {name: shapes[name] for name in kinds.values() if name in shapes}
+    strange = tuple(_append_shape(name, shapes) for name in unknown)
+    first_shapes = {name: shapes[name] for name in kinds.values() if name in shapes}
     try:
-        unfit = tuple(_unfit(found) for found in unfitting(family, dialect, first, family.facts(config)))
+        unfit = tuple(
+            _unfit(unfit_tensor) for unfit_tensor in unfitting(family, dialect, first_shapes, family.facts(config))
+        )
     except UsageError:  # a config in which the family's words mean something else
         unfit = ()
     return Near(family, dialect, len(kinds), len(kinds) - len(strange) - len(unfit), strange, (), unfit)
@@ -134,16 +136,16 @@ def _lacking(near: Near, kinds: Mapping[str, str], config: Config) -> Near:
     config = near.family.facts(config)
     biased = any(form.endswith("bias") for form in kinds)
     ahead = any("mtp" in form.split(".") for form in kinds)
-    rules = [(rule.condition, *each) for rule in table.rules for each in _terms(rule)]
-    there = {form for _, name, hub in rules if name.form in kinds for form in hub}
-    there |= {alias.name.form for alias in near.family.table(HUB).aliases if alias.of.form in there}
-    lost = {
+    rules = [(rule.condition, *term) for rule in table.rules for term in _terms(rule)]
+    present = {form for _, name, hub in rules if name.form in kinds for form in hub}
+    present |= {alias.name.form for alias in near.family.table(HUB).aliases if alias.of.form in present}
+    absent_names = {
         name.text: None
         for condition, name, hub in rules
-        if not hub <= there and (condition is None or _holds(condition, config))
+        if not hub <= present and (condition is None or _holds(condition, config))
         if (biased or not name.form.endswith("bias")) and (ahead or "mtp" not in name.form.split("."))
     }
-    return near._replace(lacking=tuple(lost))
+    return near._replace(lacking=tuple(absent_names))
 
 
 def _terms(rule: Equation) -> Iterator[tuple[Name, set[str]]]:
@@ -176,7 +178,7 @@ def _unfit(found: Unfitting) -> str:
     return f"{found.name} {list(found.shape)}, where `{found.pattern}` is [{wanted}]"
 
 
-def _shaped(name: str, shapes: Mapping[str, Shape]) -> str:
+def _append_shape(name: str, shapes: Mapping[str, Shape]) -> str:
     return f"{name} {list(shapes[name])}" if name in shapes else name
 
 

@@ -43,7 +43,7 @@ def followers(
             lost.append(name)
             continue
         shape = tuple(shapes[name])
-        new = _beside(name, stem, targets[0].name)
+        new = _replace_module(name, stem, targets[0].name)
         steps = contiguous_strides(shape)
         renamed.append(Made(new, shape, (Piece(shape, Side(name, 0, steps), Side(new, 0, steps)),)))
     return renamed, lost
@@ -70,7 +70,7 @@ def _is_renamed(made: Made, shape: Shape | None) -> bool:
     return whole and flat.src.strides == flat.dst.strides in ((), (1,))
 
 
-def _beside(name: str, stem: str, new: str) -> str:
+def _replace_module(name: str, stem: str, new: str) -> str:
     if name.startswith(stem):
         return new + name.removeprefix(stem)
     module = stem.removesuffix(".weight")

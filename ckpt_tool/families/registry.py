@@ -68,11 +68,11 @@ def find(
             chosen.table(dialect)
             return FamilyMatch(chosen, dialect)
     else:
-        found = configured_family(config or {}) or _named(config or {}, names)
+        found = configured_family(config or {}) or _find_by_names(config or {}, names)
         if found is None:
-            raise _no_family(config or {}, shapes or names, stated)
+            raise _report_no_family(config or {}, shapes or names, stated)
         chosen = found
-    return FamilyMatch(chosen, _dialect(chosen, names, shapes, config or {}, stated))
+    return FamilyMatch(chosen, _choose_dialect(chosen, names, shapes, config or {}, stated))
 
 
 def configured_family(config: Config) -> Family | None:
@@ -92,7 +92,7 @@ def stated_classes(config: Config) -> list[str]:
     return [str(each).removesuffix("Pipe") for each in classes] if isinstance(classes, list) else []
 
 
-def _no_family(config: Config, names: Mapping[str, Shape] | list[str], stated: str | None) -> InputError:
+def _report_no_family(config: Config, names: Mapping[str, Shape] | list[str], stated: str | None) -> InputError:
     """What to say of a checkpoint whose config names no family of ours, or whose names none knows."""
     from ckpt_tool.families.nearest import nearest
 
@@ -103,7 +103,7 @@ def _no_family(config: Config, names: Mapping[str, Shape] | list[str], stated: s
         what = f"config.json says {says}, for which there is no family"
     else:
         what = f"no family knows a name like {next(iter(names), '(there are none)')}"
-        if error := _behind_prefix("E1372", what, names, FAMILIES):
+        if error := _check_prefix("E1372", what, names, FAMILIES):
             return error
     near = nearest(FAMILIES, names, config, str(kind or ""), stated)
     if near is None:
@@ -116,7 +116,7 @@ def _no_family(config: Config, names: Mapping[str, Shape] | list[str], stated: s
     )
 
 
-def _behind_prefix(code: str, what: str, names: Collection[str], families: Iterable[Family]) -> InputError | None:
+def _check_prefix(code: str, what: str, names: Collection[str], families: Iterable[Family]) -> InputError | None:
     """The error for names that a family would know but for what they begin with, None where that is not so."""
     from ckpt_tool.families.wrappers import advise_on_prefix, describe_prefix
 
@@ -126,12 +126,12 @@ def _behind_prefix(code: str, what: str, names: Collection[str], families: Itera
     return InputError(f"{what}; {prefix}", code=code, hint=f"{advise_on_prefix(prefix)}, {_KEEP}")
 
 
-def _named(config: Config, names: list[str]) -> Family | None:
+def _find_by_names(config: Config, names: list[str]) -> Family | None:
     """The one family that knows the most of the names, None where the config names one that is not here or none knows
     any. One that knows no name in a layer is not the one: `norm.weight` is DeepSeek V4's and a thousand others'."""
     if names_a_model(config):
         return None
-    known = {family: _known(family, names).values() for family in FAMILIES}
+    known = {family: _count_known_names(family, names).values() for family in FAMILIES}
     most = max(each.much for dialects in known.values() for each in dialects)
     if not any(most):
         return None
@@ -164,7 +164,7 @@ class _Known(NamedTuple):
     layered: bool  # is one of those in a layer?
 
 
-def _known(family: Family, names: list[str]) -> dict[str, _Known]:
+def _count_known_names(family: Family, names: list[str]) -> dict[str, _Known]:
     """Dialect -> what it knows of the names."""
     found = {}
     for dialect in family.known_dialects:
@@ -178,12 +178,12 @@ def _known(family: Family, names: list[str]) -> dict[str, _Known]:
     return found
 
 
-def _dialect(
+def _choose_dialect(
     family: Family, names: list[str], shapes: Mapping[str, Shape] | None, config: Config, stated: str | None
 ) -> str:
     whole = config
     config = family.facts(config)
-    known = {dialect: each.much for dialect, each in _known(family, names).items()}
+    known = {dialect: each.much for dialect, each in _count_known_names(family, names).items()}
     if stated is not None:
         known = {dialect: n for dialect, n in known.items() if dialect == stated or dialect.startswith(f"{stated}-")}
         if not known:
@@ -193,7 +193,7 @@ def _dialect(
         from ckpt_tool.families.nearest import nearest
 
         unknown = f"no {family.name} checkpoint has a tensor {names[0] if names else '(there are none)'}"
-        if error := _behind_prefix("E1373", unknown, names, [family]):
+        if error := _check_prefix("E1373", unknown, names, [family]):
             raise error
         near = nearest(FAMILIES, shapes or names, whole, stated=stated)
         raise InputError(
@@ -215,8 +215,8 @@ def _dialect(
     if HUB in fitting and mlx.NAME in fitting:  # what MLX saved states that itself: metadata, config or names
         fitting.remove(mlx.NAME)
     if len(fitting) > 1 and config:
-        fitting = [dialect for dialect in fitting if _meant(family, dialect, config)] or fitting
-    if len({_wording(family, dialect, names) for dialect in fitting}) > 1:
+        fitting = [dialect for dialect in fitting if _may_be_meant(family, dialect, config)] or fitting
+    if len({_list_used_rules(family, dialect, names) for dialect in fitting}) > 1:
         ways = " or ".join(f"--family {family.name}:{dialect}" for dialect in fitting)
         raise UsageError(
             f"{'names and shapes fit' if shapes is not None else 'the names fit'} several dialects of {family.name},"
@@ -227,13 +227,13 @@ def _dialect(
     return fitting[0]
 
 
-def _meant(family: Family, dialect: str, config: Config) -> bool:
+def _may_be_meant(family: Family, dialect: str, config: Config) -> bool:
     """Does the config speak for the dialect, or say nothing against it?"""
     table = family.dialects.get(dialect)
     return not (isinstance(table, Variant) and table.when) or bool(expression(table.when).value(config))
 
 
-def _wording(family: Family, dialect: str, names: list[str]) -> frozenset[str]:
+def _list_used_rules(family: Family, dialect: str, names: list[str]) -> frozenset[str]:
     """The rules and towers that the names ask for: dialects with the same ones are the same for this checkpoint."""
     table = family.table(dialect)
     named, unknown = instances(table.left, names)

@@ -23,13 +23,13 @@ from ckpt_tool.algebra.expression import Extent
 from ckpt_tool.algebra.mapped import Made, Mapped
 from ckpt_tool.algebra.piece import PAD, Piece, Side
 from ckpt_tool.algebra.term import Term
-from ckpt_tool.core.bounds import bounded
+from ckpt_tool.core.bounds import check_count
 from ckpt_tool.core.box import contiguous_strides
 from ckpt_tool.core.buffers import is_derived
 from ckpt_tool.errors import InconsistentCheckpoint
 from ckpt_tool.families.base import HUB, Config, Family, Shape
 from ckpt_tool.families.quantised import followers, is_halved
-from ckpt_tool.families.sizes import check_known, configured, fits, settled, shape_of
+from ckpt_tool.families.sizes import check_known, compute_sizes, fits, infer_sizes, shape_of
 from ckpt_tool.families.table import Instances, Spot, Table, form_of, instances
 
 _BLOCKS = ("_blocks", "_scales")  # MXFP4
@@ -124,7 +124,7 @@ class HalfRule(NamedTuple):
                     name = term.name.at([index_of[axis] for axis in term.name.axes], sizes)
                     if name in shapes:
                         seen.append((term.pattern, shapes[name]))
-            row_sizes = {**own, **settled(seen, sizes)}
+            row_sizes = {**own, **infer_sizes(seen, sizes)}
             known_sizes = []
             for axis in sorted(own_axes):
                 size = row_sizes.get(axis)
@@ -173,7 +173,7 @@ def mapping(family: Family, source: str, target: str, shapes: Mapping[str, Shape
     # Which rule knows each tensor, and what sizes follow from the config and the shapes.
     named, unknown = instances(source_table.left, shapes)
     sizes, reasons = sizes_of(family, source_table, named, shapes, config)
-    configured_sizes = configured(family.axes, config)[0]
+    configured_sizes = compute_sizes(family.axes, config)[0]
     own_sizes = dict.fromkeys(family.own) | {axis: n for axis, n in configured_sizes.items() if axis in family.own}
 
     # An axis of the family's own (Mamba heads, say) may differ by layer: such a rule is split.
@@ -279,7 +279,7 @@ def _check_counts(tables: Iterable[Table], sizes: Mapping[str, Extent], shapes: 
     for axis in counted:
         size = sizes.get(axis)
         if isinstance(size, int):
-            bounded(size, max(longest, len(shapes)), f"of `{axis}` by the config")
+            check_count(size, max(longest, len(shapes)), f"of `{axis}` by the config")
 
 
 def _refuse(faults: Sequence[RewriteFault]) -> None:
@@ -297,7 +297,7 @@ def sizes_of(
     family: Family, table: Table, named: Sequence[Instances], shapes: Mapping[str, Shape], config: Config
 ) -> tuple[dict[str, Extent], dict[str, str]]:
     """(sizes, reasons): every axis that the config or a shape settles; why not, for the others."""
-    sizes, reasons = configured(family.axes, config)
+    sizes, reasons = compute_sizes(family.axes, config)
     seen = []
     for group in named:
         if len(group.spots) != 1:
@@ -305,7 +305,7 @@ def sizes_of(
         for term in table.rules[group.spots[0].rule].left:
             if term.name and term.name.form == group.form:
                 seen.append((term.pattern, tuple(shapes[group.form % group.values[0]])))
-    return {axis: size for axis, size in settled(seen, sizes).items() if axis not in family.own}, reasons
+    return {axis: size for axis, size in infer_sizes(seen, sizes).items() if axis not in family.own}, reasons
 
 
 class Unfitting(NamedTuple):

@@ -21,7 +21,7 @@ Shape = tuple[int, ...]
 Config = Mapping[str, Any]
 
 
-def configured(axes: Mapping[str, str], config: Config) -> tuple[dict[str, Extent], dict[str, str]]:
+def compute_sizes(axes: Mapping[str, str], config: Config) -> tuple[dict[str, Extent], dict[str, str]]:
     """(sizes, reasons): the axes that the config settles, and for each other one what is missing."""
     sizes: dict[str, Extent] = {}
     reasons: dict[str, str] = {}
@@ -37,7 +37,7 @@ def configured(axes: Mapping[str, str], config: Config) -> tuple[dict[str, Exten
     return sizes, reasons
 
 
-def settled(seen: Iterable[tuple[Pattern, Shape]], known: Mapping[str, Extent]) -> dict[str, Extent]:
+def infer_sizes(seen: Iterable[tuple[Pattern, Shape]], known: Mapping[str, Extent]) -> dict[str, Extent]:
     """`known`, and every axis that a dim settles as its only unknown; a dim that no size fits settles nothing."""
     sizes = dict(known)
     dims = [

@@ -181,7 +181,7 @@ class ProcessComm(Comm):
         }
         self._pending: list[tuple[dist.Work, torch.Tensor]] = []
 
-    def _staged(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _stage(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a tensor's bytes where gloo can read them, however its owner goes on."""
         return tensor.detach().contiguous().reshape(-1).view(torch.uint8).to("cpu", copy=True)
 
@@ -219,7 +219,7 @@ class ProcessComm(Comm):
                 raw = torch.empty(torch.Size(shape).numel() * part.element_size(), dtype=torch.uint8)
                 waiting.append((self._work(dist.irecv(raw, src=peer, tag=_EXCHANGE)), raw))
             if peer != self.rank and part.numel():
-                staged = self._staged(part)
+                staged = self._stage(part)
                 waiting.append((self._work(dist.isend(staged, dst=peer, tag=_EXCHANGE)), staged))
             raws.append(raw)
         for work, _ in waiting:
@@ -241,7 +241,7 @@ class ProcessComm(Comm):
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
         self._pending = [(work, kept) for work, kept in self._pending if not work.is_completed()]
-        staged = self._staged(tensor)
+        staged = self._stage(tensor)
         self._pending.append((self._work(dist.isend(staged, dst=to, tag=1 + tag)), staged))
 
     def recv(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, tag: int) -> torch.Tensor:

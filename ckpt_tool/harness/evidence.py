@@ -32,7 +32,7 @@ from ckpt_tool.errors import CkptError
 from ckpt_tool.harness import faults, runs
 from ckpt_tool.harness.launch import run_ranks
 from ckpt_tool.harness.layout import HarnessLayout
-from ckpt_tool.harness.loading import prepared, run_tool
+from ckpt_tool.harness.loading import prepare_checkpoint, run_tool
 from ckpt_tool.harness.optimizer import Muon
 from ckpt_tool.harness.pieces import EVERY_STATE, STATES
 from ckpt_tool.harness.runs import RunMachine, Saving
@@ -112,12 +112,12 @@ def gather(case: Case, folder: Path, *, say: Say = lambda line: None) -> Documen
     want = runs.run(case.job(base), case.before + case.after, saving=final, machine=case.machine)
     announce(f"kill: {case.before} steps as {case.source}, saved as {case.fmt}, then SIGKILL")
     saving = Saving(folder / "run", case.fmt, (case.before,), run="killed")
-    end = runs.killed(case.job(case.source), case.before, saving=saving, machine=case.machine)
+    end = runs.run_and_kill(case.job(case.source), case.before, saving=saving, machine=case.machine)
     good = latest(folder / "run")
     announce(f"reshard: {case.source} -> {case.target}")
     command = _reshard(case, good.path, folder / "resharded", case.target)
     moved = run_tool(*command)
-    here = prepared(folder / "resharded", folder / "hub")
+    here = prepare_checkpoint(folder / "resharded", folder / "hub")
     states = [
         _digest_check(case, "reshard", _digests(case, good.path), _digests(case, folder / "resharded"), case.unkept)
     ]
@@ -149,7 +149,7 @@ def gather(case: Case, folder: Path, *, say: Say = lambda line: None) -> Documen
             "killed": end,
             "taken": good.path.name,
             "notes": list(good.notes),
-            "commands": [_shown(command)],
+            "commands": [_format_command(command)],
             "reshard": {key: moved[key] for key in ("plan", "fallbacks", "dropped") if key in moved},
             "stages": announce.lines,
             "elapsed_s": round(time.perf_counter() - began, 3),
@@ -176,7 +176,7 @@ def _reshard(case: Case, path: Path, out: Path, layout: HarnessLayout) -> list[s
     return ["reshard", path, out, *words, "--verify", "full", *case.machine.words]
 
 
-def _shown(command: Sequence[object]) -> str:
+def _format_command(command: Sequence[object]) -> str:
     return " ".join(["ckpt", *(part.name if isinstance(part, Path) else str(part) for part in command)])
 
 
@@ -295,9 +295,9 @@ def _fingerprint(case: Case, folder: Path, steps: int) -> _Fingerprint:
         trainer = Trainer(job, comm)
         trainer.load(source.read, source.scalars)
         whole: WholeState = assemble([trainer.state()])
-        before = _of_memory(whole)
+        before = _digest_memory(whole)
         done = [list(step) for step in trainer.train(steps)]
-        end = _of_memory(assemble([trainer.state()]))
+        end = _digest_memory(assemble([trainer.state()]))
         return {"digests": before, "scalars": dict(source.scalars), "steps": done, "end": end}
 
     (result,) = run_ranks(1, entry, backend="sim", device=case.machine.device)
@@ -306,7 +306,7 @@ def _fingerprint(case: Case, folder: Path, steps: int) -> _Fingerprint:
     )
 
 
-def _of_memory(whole: Any) -> dict[str, str]:
+def _digest_memory(whole: Any) -> dict[str, str]:
     """Digests of a state in memory: what `ckpt verify` gives for its files."""
     import torch
 
@@ -384,7 +384,7 @@ def _document(
         "worst": curve["worst"],
         "noise": noise,
         "controls": controls,
-        "layouts": {"from": placed(case.source, case.model), "to": placed(case.target, case.model)},
+        "layouts": {"from": list_placement(case.source, case.model), "to": list_placement(case.target, case.model)},
         **rest,
     }
 
@@ -412,7 +412,7 @@ def _text(state: Document) -> str:
     return f"{equal} of {tensors} tensors bit for bit in {len(state['states'])} states"
 
 
-def placed(layout: HarnessLayout, shape: ModelShape) -> list[Document]:
+def list_placement(layout: HarnessLayout, shape: ModelShape) -> list[Document]:
     """Who holds what: a row a rank."""
     rows = []
     for rank in range(layout.world):
@@ -431,7 +431,7 @@ def placed(layout: HarnessLayout, shape: ModelShape) -> list[Document]:
     return rows
 
 
-def failed(case: Case, error: CkptError) -> Document:
+def make_failure(case: Case, error: CkptError) -> Document:
     """The document of a case that could not be carried out to its end."""
     what = {"check": "the run", "ok": False, "text": f"{error.code}: {error.message}"}
     return {

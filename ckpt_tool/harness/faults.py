@@ -39,7 +39,7 @@ class PlantedFault(NamedTuple):
     apply: Callable[[Tensors, Scalars], None]
 
 
-def _zeroed(states: tuple[str, ...], pattern: str) -> Callable[[Tensors, Scalars], None]:
+def _make_zeroing(states: tuple[str, ...], pattern: str) -> Callable[[Tensors, Scalars], None]:
     def apply(tensors: Tensors, scalars: Scalars) -> None:
         for key in _keys(tensors, states, pattern):
             tensors[key] = torch.zeros_like(tensors[key])
@@ -113,10 +113,10 @@ def _other_seed(tensors: Tensors, scalars: Scalars) -> None:
 
 _EXPERTS = ("mlp.experts.0.", "mlp.experts.1.")
 FAULTS: Mapping[str, PlantedFault] = {
-    "m-zeroed": PlantedFault("first moments zeroed", _zeroed(_FIRST, "")),
+    "m-zeroed": PlantedFault("first moments zeroed", _make_zeroing(_FIRST, "")),
     "v-of-expert": PlantedFault(
         "second moments of one expert zeroed, Muon's momentum where it steps it",
-        _zeroed(("exp_avg_sq", "momentum_buffer"), r"layers\.1\.mlp\.experts\.1\."),
+        _make_zeroing(("exp_avg_sq", "momentum_buffer"), r"layers\.1\.mlp\.experts\.1\."),
     ),
     "tp-blocks": PlantedFault(
         "two TP blocks of q_proj swapped", _blocks_swapped(EVERY_STATE, r"layers\.0\.self_attn\.q_proj")

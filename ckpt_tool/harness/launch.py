@@ -83,7 +83,7 @@ def run_ranks(
             with _nothing_to_collect():
                 for rank in range(1 if backend == "sim" else world):
                     ranks.append(_fork(rank, work, life))
-            results = _collected(ranks, time.monotonic() + timeout)
+            results = _collect(ranks, time.monotonic() + timeout)
         finally:
             _end(ranks)
             os.close(life[0])
@@ -184,7 +184,7 @@ def _as_error(rank: int, document: dict[str, Any]) -> CkptError:
     return InternalError(f"rank {rank} died: {lines[-1]}", code="E1505", place=f"rank {rank}", faults=lines)
 
 
-def _collected(ranks: Sequence[_Rank], until: float) -> list[Any]:
+def _collect(ranks: Sequence[_Rank], until: float) -> list[Any]:
     """Read all pipes to their end; raise for the rank that died first: of those that end within GRACE seconds of a
     death the one that got a signal, else one that did not just lose its peer."""
     results: dict[int, Any] = {}

@@ -50,14 +50,14 @@ def run_tool(*arguments: str | Path, json_output: bool = True) -> dict[str, Any]
     words = [str(argument) for argument in arguments] + (["--json", "--progress", "none"] if json_output else [])
     done = subprocess.run([sys.executable, "-m", "ckpt_tool", *words], capture_output=True, text=True, check=False)
     if done.returncode not in (0, 1):
-        line, (what, hint) = " ".join(map(str, arguments)), _said(done.stderr)
+        line, (what, hint) = " ".join(map(str, arguments)), _read_errors(done.stderr)
         error = ToolFailed(f"ckpt {line} ended with exit code {done.returncode}: {what}", code=TOOL, hint=hint)
         error.exit_code = done.returncode  # type: ignore[misc]  # per instance: the tool's own
         raise error
     return dict(json.loads(done.stdout)) if json_output else {}
 
 
-def _said(errors: str) -> tuple[str, str]:
+def _read_errors(errors: str) -> tuple[str, str]:
     """What a command of ours wrote to stderr, and its hint."""
     try:
         error = json.loads(errors)["error"]
@@ -75,7 +75,7 @@ def folder_of(path: Path) -> Path:
     return path
 
 
-def prepared(path: Path, scratch: Path) -> Path:
+def prepare_checkpoint(path: Path, scratch: Path) -> Path:
     """A checkpoint with the hub's names: the given one, or a conversion of it in `scratch`. Raises ToolFailed."""
     tree = open_tree(str(folder_of(path)))
     fmt, _ = registry.detect(tree)

@@ -2,9 +2,10 @@
 
     embed -> layers (norm, attention, residual, norm, feed-forward or experts, residual) -> norm, head, loss
 
-Everything that is cut by tensor parallelism runs shard by shard (`_sharded`), in fp32 on bf16 values, and is rounded to
-bf16 at the end of a block. Experts: the rank that has the tokens asks the router, sends rows to the ranks that own the
-experts, which call an expert once for each source; rows come back and are added in the order of expert numbers.
+Everything that is cut by tensor parallelism runs shard by shard (`_run_sharded`), in fp32 on bf16 values, and is
+rounded to bf16 at the end of a block. Experts: the rank that has the tokens asks the router, sends rows to the ranks
+that own the experts, which call an expert once for each source; rows come back and are added in the order of expert
+numbers.
 Replicated parts (norms, router, a dim that 4 doesn't divide) are computed alike on every TP rank.
 """
 
@@ -35,7 +36,7 @@ def norm(x: Tensor, weight: Tensor, *, epsilon: float) -> Tensor:
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon) * weight).to(x.dtype)
 
 
-def gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def compute_swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """SwiGLU: a partial sum where `gate`, `up` (rows) and `down` (columns) are shards."""
     wide = x.float()
     inner = (functional.silu(wide @ gate.t()) * (wide @ up.t())).to(x.dtype)
@@ -49,13 +50,13 @@ def attention(x: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, *, cos: Ten
     def heads(weight: Tensor) -> Tensor:
         return (wide @ weight.t()).view(tokens, -1, depth).transpose(0, 1)
 
-    def turned(states: Tensor) -> Tensor:
+    def rotate(states: Tensor) -> Tensor:
         even = states[..., ::2]
         odd = states[..., 1::2]
         return states * cos + torch.stack([-odd, even], -1).flatten(-2) * sin
 
-    queries = turned(heads(q))
-    keys = turned(heads(k))
+    queries = rotate(heads(q))
+    keys = rotate(heads(k))
     values = heads(v)
     shared = queries.shape[0] // keys.shape[0]
     keys = keys.repeat_interleave(shared, 0)
@@ -74,7 +75,7 @@ def lookup(weight: Tensor, *, tokens: Tensor, first: int) -> Tensor:
     return (found * mine.unsqueeze(-1)).bfloat16()
 
 
-def routed(x: Tensor, weight: Tensor, *, top: int) -> Tensor:
+def compute_routing(x: Tensor, weight: Tensor, *, top: int) -> Tensor:
     """How much of each expert a token gets: (tokens, experts) fp32, `top` of them not 0 and adding up to 1."""
     chances = (x.float() @ weight.t()).softmax(-1)
     best, which = chances.topk(top, -1)
@@ -139,7 +140,7 @@ class Model:
         m = moment.microbatch
         a = self._norm(tape, x, f"{root}.input_layernorm.weight", m)
         names = [f"{root}.self_attn.{part}_proj.weight" for part in "qkvo"]
-        a = self._sharded(
+        a = self._run_sharded(
             tape, a, True, lambda x, shard: tape.block(self._attend, [x], [Ref(n, shard) for n in names], m)
         )
         x = self._residual(tape, x, a, self._mask(moment, layer, 0))
@@ -169,7 +170,7 @@ class Model:
         """The global numbers of this rank's virtual shards."""
         return range(self._at.tp * self.shards, (self._at.tp + 1) * self.shards)
 
-    def _sharded(self, tape: Tape, x: Node, split: bool, body: Callable[[Node, int], Node]) -> Node:
+    def _run_sharded(self, tape: Tape, x: Node, split: bool, body: Callable[[Node, int], Node]) -> Node:
         """`body` on every own shard, summed over all; or once, whole, where the dim is not split."""
         if not split:
             return body(x, 0)
@@ -191,13 +192,13 @@ class Model:
         return mask.to(self._comm.device)
 
     def _dense(self, tape: Tape, x: Node, layer: int, microbatch: int) -> Node:
-        return self._gated(tape, x, f"model.layers.{layer}.mlp", self._shape.dense_ffn, microbatch)
+        return self._run_gated(tape, x, f"model.layers.{layer}.mlp", self._shape.dense_ffn, microbatch)
 
-    def _gated(self, tape: Tape, x: Node, root: str, ffn: int, microbatch: int) -> Node:
+    def _run_gated(self, tape: Tape, x: Node, root: str, ffn: int, microbatch: int) -> Node:
         def body(x: Node, shard: int) -> Node:
-            return tape.block(gated, [x], self._matrices(root, shard), microbatch)
+            return tape.block(compute_swiglu, [x], self._matrices(root, shard), microbatch)
 
-        return self._sharded(tape, x, self._shape.splits(ffn), body)
+        return self._run_sharded(tape, x, self._shape.splits(ffn), body)
 
     @staticmethod
     def _matrices(root: str, shard: int) -> list[Ref]:
@@ -209,7 +210,7 @@ class Model:
         shape = self._shape
         root = f"model.layers.{layer}.mlp"
         m = moment.microbatch
-        shares = tape.block(lambda x, w: routed(x, w, top=shape.top), [x], [Ref(f"{root}.gate.weight", 0)], m)
+        shares = tape.block(lambda x, w: compute_routing(x, w, top=shape.top), [x], [Ref(f"{root}.gate.weight", 0)], m)
         chosen = [column.nonzero().flatten() for column in (shares.value != 0).unbind(1)]  # tokens of each expert
         order = torch.cat(chosen)
         rows = tape.block(lambda x: x.index_select(0, order), [x])
@@ -232,18 +233,18 @@ class Model:
             parts = tape.split(x, [count for _, _, count in calls])
             return tape.cat(
                 [
-                    tape.block(gated, [part], self._matrices(f"{root}.experts.{expert}", shard), source)
+                    tape.block(compute_swiglu, [part], self._matrices(f"{root}.experts.{expert}", shard), source)
                     for part, (source, expert, _) in zip(parts, calls, strict=True)
                 ]
             )
 
-        rows = self._sharded(tape, rows, shape.splits(shape.expert_ffn), body)
+        rows = self._run_sharded(tape, rows, shape.splits(shape.expert_ffn), body)
         rows = tape.exchange(rows, self._ep, here, away)
         sizes = counts.tolist()
-        mixed = tape.block(lambda rows, shares: _mixed(rows, shares, chosen, sizes), [rows, shares])
+        mixed = tape.block(lambda rows, shares: _mix_experts(rows, shares, chosen, sizes), [rows, shares])
         if not shape.shared_experts:
             return mixed
-        shared = self._gated(tape, x, f"{root}.shared_experts", shape.expert_ffn * shape.shared_experts, m)
+        shared = self._run_gated(tape, x, f"{root}.shared_experts", shape.expert_ffn * shape.shared_experts, m)
         return tape.block(lambda a, b: (a.float() + b.float()).to(a.dtype), [mixed, shared])
 
     @property
@@ -252,7 +253,7 @@ class Model:
         return self._shape.batch // self._layout.dp
 
 
-def _mixed(rows: Tensor, shares: Tensor, chosen: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+def _mix_experts(rows: Tensor, shares: Tensor, chosen: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     """Expert outputs times their shares, added for each token in the order of expert numbers."""
     total = torch.zeros(shares.shape[0], rows.shape[1], device=rows.device)
     for expert, (part, tokens) in enumerate(zip(torch.split(rows.float(), list(sizes)), chosen, strict=True)):

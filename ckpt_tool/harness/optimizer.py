@@ -76,7 +76,7 @@ class AdamW:
         """One step in place; `gradient` is fp32 of the slice's length, already clipped. device: whose kernel does
         it."""
         if device is not None:
-            self._by_kernel(device, slices, gradient, step=step, rate=rate, decays=decays)
+            self._step_by_kernel(device, slices, gradient, step=step, rate=rate, decays=decays)
             return
         slices.exp_avg.mul_(self.beta1).add_(gradient * (1 - self.beta1))
         slices.exp_avg_sq.mul_(self.beta2).add_(gradient.square() * (1 - self.beta2))
@@ -87,7 +87,7 @@ class AdamW:
         slices.master.sub_((mean / spread).mul_(rate))
         slices.ema.mul_(self.ema).add_(slices.master * (1 - self.ema))
 
-    def _by_kernel(
+    def _step_by_kernel(
         self, device: Device, slices: Slices, gradient: torch.Tensor, *, step: int, rate: float, decays: bool
     ) -> None:
         constants = adamw.Constants.of(
@@ -150,7 +150,7 @@ def kernels_for(device: torch.device) -> Device | None:
     """The kernels for tensors on `device`: the GPU's, where they can be had; on a CPU none, or their host shim where
     CKPT_KERNELS asks for it (for tests: the same bits, slower)."""
     choice = os.environ.get("CKPT_KERNELS")
-    if choice == "host" if device.type == "cpu" else choose.chosen().level != "numpy":
+    if choice == "host" if device.type == "cpu" else choose.choose_device().level != "numpy":
         return choose.open_device(device.index or 0)
     return None
 

@@ -82,14 +82,14 @@ def gather(trip: RoundTrip, folder: Path, *, say: Say = lambda line: None) -> Do
     check(trip)
     began = time.perf_counter()
     fitting, unfit = _fitting(trip)
-    firsts = _saved(trip, fitting, folder.parent / "round-trips", say)
+    firsts = _save_source(trip, fitting, folder.parent / "round-trips", say)
     say(f"reshard: {trip.source} -> {trip.target} -> {trip.source}, {_count(fitting)}")
     with ThreadPoolExecutor(AT_ONCE) as pool:
         checks = list(pool.map(lambda fmt: _there_and_back(trip, fmt, firsts[fmt], folder), fitting))
     return _document(trip, checks, unfit, began)
 
 
-def failed(trip: RoundTrip, error: CkptError) -> Document:
+def make_failure(trip: RoundTrip, error: CkptError) -> Document:
     """The document of a pair that could not be carried out to its end."""
     what = {"check": "the run", "ok": False, "text": f"{error.code}: {error.message}"}
     return _document(trip, [what], list(error.faults or ()), time.perf_counter())
@@ -130,7 +130,7 @@ def _fitting(trip: RoundTrip) -> tuple[list[str], list[str]]:
     return fitting, unfit
 
 
-def _saved(trip: RoundTrip, wanted: Sequence[str], shared: Path, say: Say) -> dict[str, Path]:
+def _save_source(trip: RoundTrip, wanted: Sequence[str], shared: Path, say: Say) -> dict[str, Path]:
     """Format -> the source's checkpoint in it. What is there already is used again: pairs share their sources, and all
     the training. DeepSpeed's bf16 engine casts the router too, so its model is another one."""
     firsts: dict[str, Path] = {}
@@ -179,7 +179,7 @@ def _there_and_back(trip: RoundTrip, fmt: str, first: Path, folder: Path) -> Doc
     try:
         run_tool("reshard", first, away, *_words(fmt, trip.target, trip.shape))
         run_tool("reshard", away, back, *_words(fmt, trip.source, trip.shape))
-        return {"check": fmt, **_compared(_kept_digests(first), _digests(back))}
+        return {"check": fmt, **_compare_answers(_kept_digests(first), _digests(back))}
     except CkptError as e:
         return {"check": fmt, "ok": False, "text": f"{e.code}: {e.message}"}
 
@@ -206,7 +206,7 @@ def _kept_digests(path: Path) -> Mapping[str, str]:
     return dict(json.loads(kept.read_text()))
 
 
-def _compared(want: Mapping[str, str], got: Mapping[str, str]) -> Document:
+def _compare_answers(want: Mapping[str, str], got: Mapping[str, str]) -> Document:
     names = [*dict.fromkeys([*want, *got])]
     differ = [name for name in names if want.get(name) != got.get(name) or name.startswith("finding ")]
     text = f"{len(names) - len(differ)} of {len(names)} tensors byte for byte"

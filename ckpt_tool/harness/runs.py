@@ -81,8 +81,9 @@ def run(
     """Train `steps` steps on all ranks; what each step did. With 0 steps the state is taken up and, with `saving`,
     saved.
 
-    start: a checkpoint with hub names (`loading.prepared`); None begins at step 0. watch: called on rank 0 after each
-    step, in that rank's own process. last: the last rank kills itself in the step after the last.
+    start: a checkpoint with hub names (`loading.prepare_checkpoint`); None begins at step 0.
+    watch: called on rank 0 after each step, in that rank's own process.
+    last: the last rank kills itself in the step after the last.
 
     Raises what a rank raised; InternalError E1505 for one that was killed.
     """
@@ -99,7 +100,7 @@ def run(
     return [TrainingStep(*row) for row in results[0]]
 
 
-def killed(job: TrainingJob, steps: int, *, saving: Saving, machine: RunMachine | None = None) -> str:
+def run_and_kill(job: TrainingJob, steps: int, *, saving: Saving, machine: RunMachine | None = None) -> str:
     """Train `steps` steps, then kill the last rank with SIGKILL inside the next one. Returns what the job ended with.
 
     Raises InternalError E1507 if the job came to an end all the same.
@@ -179,13 +180,13 @@ def _refuse_another_model(source: Loader, job: TrainingJob, start: Path) -> None
 def _die_in_step(trainer: Trainer, comm: Comm) -> None:
     """One more step, in whose middle the last rank is gone: after its forwards, before gradients are joined."""
     if comm.rank == trainer.job.layout.world - 1:
-        joined = trainer._joined
+        join_gradients = trainer._join_gradients
 
-        def gone() -> Any:
+        def die() -> Any:
             os.kill(os.getpid(), signal.SIGKILL)
-            return joined()
+            return join_gradients()
 
-        trainer._joined = gone  # type: ignore[method-assign]
+        trainer._join_gradients = die  # type: ignore[method-assign]
     for _ in trainer.train(1):
         pass
 

@@ -149,15 +149,15 @@ class ModelShape:
             ParameterShape(f"{root}.post_attention_layernorm.weight", (h,), room),
         ]
         if not self.is_sparse(layer):
-            return found + self._gated(f"{root}.mlp", room, self.dense_ffn)
+            return found + self._list_gated(f"{root}.mlp", room, self.dense_ffn)
         found.append(ParameterShape(f"{root}.mlp.gate.weight", (self.experts, h), room, dtype=self.router, std=0.08))
         for expert in range(self.experts):
-            found += self._gated(f"{root}.mlp.experts.{expert}", room, self.expert_ffn, expert)
+            found += self._list_gated(f"{root}.mlp.experts.{expert}", room, self.expert_ffn, expert)
         if self.shared_experts:
-            found += self._gated(f"{root}.mlp.shared_experts", room, self.expert_ffn * self.shared_experts)
+            found += self._list_gated(f"{root}.mlp.shared_experts", room, self.expert_ffn * self.shared_experts)
         return found
 
-    def _gated(self, root: str, room: str, ffn: int, expert: int | None = None) -> list[ParameterShape]:
+    def _list_gated(self, root: str, room: str, ffn: int, expert: int | None = None) -> list[ParameterShape]:
         wide = (ffn, self.hidden)
         deep = 0.08 / math.sqrt(2 * self.layers)
         return [

@@ -35,7 +35,7 @@ class RankParameter(NamedTuple):
         return math.prod(self.box)
 
 
-def held(shape: ModelShape, layout: HarnessLayout, at: Coordinates) -> list[RankParameter]:
+def list_rank_parameters(shape: ModelShape, layout: HarnessLayout, at: Coordinates) -> list[RankParameter]:
     """The parameters of a rank in the order of the model, its virtual stages one after the other."""
     rooms = {str(layer) for chunk in at.chunks for layer in chunk}
     first = at.pp == 0

@@ -186,11 +186,13 @@ class Tape:
 
     def exchange(self, node: Node, group: Group, away: Sequence[int], here: Sequence[int]) -> Node:
         """`away[i]` rows go to rank i of the group, `here[i]` rows come from it and are in that order."""
-        out = Node(self._exchanged(node.value, group, away, here))
-        self._undo.append(lambda: node.add(self._exchanged(out.take(), group, here, away)))
+        out = Node(self._exchange_rows(node.value, group, away, here))
+        self._undo.append(lambda: node.add(self._exchange_rows(out.take(), group, here, away)))
         return out
 
-    def _exchanged(self, value: torch.Tensor, group: Group, away: Sequence[int], here: Sequence[int]) -> torch.Tensor:
+    def _exchange_rows(
+        self, value: torch.Tensor, group: Group, away: Sequence[int], here: Sequence[int]
+    ) -> torch.Tensor:
         shapes = [(rows, *value.shape[1:]) for rows in here]
         return torch.cat(self._comm.exchange(group, torch.split(value, list(away)), shapes))
 

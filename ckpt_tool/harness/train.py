@@ -104,7 +104,7 @@ class Trainer:
                 self._forward(op, losses)
             else:
                 self._backward(op)
-        gradients, squares = self._joined()
+        gradients, squares = self._join_gradients()
         sums = self.comm.all_reduce(self.comm.everyone, torch.cat([losses, squares]).to(self.comm.device)).tolist()
         loss = math.fsum(sums[: shape.batch]) / shape.batch
         norm = math.sqrt(math.fsum(sums[shape.batch :]))
@@ -183,7 +183,7 @@ class Trainer:
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
-    def _joined(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    def _join_gradients(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """The rank's parts of all gradients, and the square sums (fp64) that it answers for, one a shard of the
         model."""
         squares = torch.zeros(len(self._places()), dtype=torch.float64)

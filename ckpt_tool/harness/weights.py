@@ -21,7 +21,7 @@ from ckpt_tool.harness.optimizer import MuonSlices, Slices
 from ckpt_tool.harness.pieces import Coordinates, Read, State, TensorPiece, states_of
 from ckpt_tool.harness.randomness import initial
 from ckpt_tool.harness.shape import ModelShape
-from ckpt_tool.harness.sharding import RankParameter, held, parts
+from ckpt_tool.harness.sharding import RankParameter, list_rank_parameters, parts
 from ckpt_tool.harness.tape import Ref
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -47,7 +47,9 @@ class RankWeights:
         self._comm = comm
         self.shards = shards
         self._muon = muon
-        self.params: dict[str, RankParameter] = {item.param.name: item for item in held(shape, layout, at)}
+        self.params: dict[str, RankParameter] = {
+            item.param.name: item for item in list_rank_parameters(shape, layout, at)
+        }
         self._tied = shape.tied
         self._shares: list[list[dict[str, tuple[int, int]]]] = []  # by kind, what each member of its group updates
         self._parts: dict[str, tuple[int, int]] = {}
@@ -121,8 +123,8 @@ class RankWeights:
         if self._layout.zero != 3:
             return
         for group, items in self.kinds():
-            items = [item for item in items if self._in_room(item, room)]
-            padded = [_padded(self._own[item.param.name], math.ceil(item.numel / len(group))) for item in items]
+            items = [item for item in items if self._belongs_to_room(item, room)]
+            padded = [_pad(self._own[item.param.name], math.ceil(item.numel / len(group))) for item in items]
             if not items:
                 continue
             line = torch.cat([part.view(torch.uint8) for part in padded])
@@ -136,10 +138,10 @@ class RankWeights:
         """ZeRO 3: let go of the room's values."""
         if self._layout.zero == 3:
             for name, item in self.params.items():
-                if self._in_room(item, room):
+                if self._belongs_to_room(item, room):
                     self._values.pop(name, None)
 
-    def _in_room(self, item: RankParameter, room: str) -> bool:
+    def _belongs_to_room(self, item: RankParameter, room: str) -> bool:
         return item.param.room == room or (self._tied and room == "head" and item.param.room == "embed")
 
     def rebuild(self) -> None:
@@ -162,7 +164,7 @@ class RankWeights:
     ) -> None:
         own = torch.cat([self.slices[item.param.name].master for item in items])
         sizes = [sum(stop - start for start, stop in share.values()) for share in shares]
-        lines = self._comm.all_gather(group, _padded(own, max(sizes)))
+        lines = self._comm.all_gather(group, _pad(own, max(sizes)))
         places = [0] * len(group)
         for item in items:
             found = []
@@ -238,5 +240,5 @@ def _index(offset: Sequence[int], box: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(low, low + size) for low, size in zip(offset, box, strict=True))
 
 
-def _padded(line: torch.Tensor, size: int) -> torch.Tensor:
+def _pad(line: torch.Tensor, size: int) -> torch.Tensor:
     return torch.nn.functional.pad(line, (0, size - line.numel()))

@@ -62,7 +62,7 @@ class Linear(Tiled):
         weights, total = self.numbers
         room, place = rooms(TILE)
 
-        def made(low: int, high: int) -> Floats:
+        def compute_tile(low: int, high: int) -> Floats:
             wide = room[: high - low]
             sums = place[: high - low]
             for number, weight in enumerate(weights):
@@ -76,18 +76,18 @@ class Linear(Tiled):
                 np.copyto(sums, wide, casting="unsafe")
             return sums if total == 1 else np.divide(sums, total, out=sums)
 
-        return made
+        return compute_tile
 
     def compute_rounded(self, read: Read, lend: Lend, start: int, stop: int, out: tuple[Array, str]) -> bool:
-        library = ready(4 * (stop - start) * len(self.inputs)) if self._compiled and out[1] in KINDS else None
+        library = ready(4 * (stop - start) * len(self.inputs)) if self._is_compiled and out[1] in KINDS else None
         if library is None:
             return False
         weights, total = self.numbers
         return library.linear([lend(k, start, stop) for k in range(len(weights))], weights, float(total), *out)
 
     @cached_property
-    def _compiled(self) -> bool:
-        return all(each.tensor.dtype.name in KINDS for each in self.inputs)
+    def _is_compiled(self) -> bool:
+        return all(entry.tensor.dtype.name in KINDS for entry in self.inputs)
 
 
 # -- along the arc -----------------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ class Products(NamedTuple):
     xy: Any
 
 
-def _added(a: Products, b: Products) -> Products:
+def _add_products(a: Products, b: Products) -> Products:
     return Products(a.xx + b.xx, a.yy + b.yy, a.xy + b.xy)
 
 
@@ -126,15 +126,15 @@ def _sin(angle: Any) -> Any:
 
 
 def _line_products(numel: int) -> WalkOutcome[Products, Products, Products]:
-    return WalkOutcome(numel, Products(0.0, 0.0, 0.0), _added)
+    return WalkOutcome(numel, Products(0.0, 0.0, 0.0), _add_products)
 
 
-def _of_segment(x: Span, y: Span) -> Callable[[int, int], Products]:
+def _make_segment_sums(x: Span, y: Span) -> Callable[[int, int], Products]:
     def look(start: int, stop: int) -> Products:
-        found = Products(0.0, 0.0, 0.0)
+        sums = Products(0.0, 0.0, 0.0)
         for low, high in tiles(start, stop):
-            found = _added(found, _products(x(low, high), y(low, high), None))
-        return found
+            sums = _add_products(sums, _products(x(low, high), y(low, high), None))
+        return sums
 
     return look
 
@@ -156,15 +156,15 @@ class Slerp(Tiled):
         def y(low: int, high: int) -> Floats:
             return floats(read(1, low, high))
 
-        of_x, of_y = self._coefficients(self.whole.get(_of_segment(x, y), same))
+        of_x, of_y = self._coefficients(self.whole.get(_make_segment_sums(x, y), same))
 
-        def made(low: int, high: int) -> Floats:
+        def compute_tile(low: int, high: int) -> Floats:
             return of_x * x(low, high) + of_y * y(low, high)
 
-        return made
+        return compute_tile
 
     def _coefficients(self, found: Products) -> tuple[np.float32, np.float32]:
-        x, y = (np.sqrt(each) if np.sqrt(each) > TINY else 1.0 for each in (found.xx, found.yy))
+        x, y = (np.sqrt(square) if np.sqrt(square) > TINY else 1.0 for square in (found.xx, found.yy))
         t = np.float32(self.t)
         cosine = np.float32(min(max(found.xy / (x * y), -1.0), 1.0))
         if abs(cosine) > PARALLEL:
@@ -186,11 +186,11 @@ class NuSlerp(Tiled):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "row", self.columns if self.along is not None else 1)
-        whole = _line_products(self.numel)
+        cache = _line_products(self.numel)
         if self.along == 0:
             empty: Doubles = np.zeros(self.columns, np.float64)
-            whole = WalkOutcome(self.numel, Products(empty, empty, empty), _added)
-        object.__setattr__(self, "whole", whole)
+            cache = WalkOutcome(self.numel, Products(empty, empty, empty), _add_products)
+        object.__setattr__(self, "whole", cache)
 
     @property
     def columns(self) -> int:
@@ -206,25 +206,25 @@ class NuSlerp(Tiled):
 
         x, y = model(0), model(1)
         if self.along is None:
-            found = self.whole.get(_of_segment(x, y), same)
+            found = self.whole.get(_make_segment_sums(x, y), same)
         elif self.along == 0:
-            found = self.whole.get(self._of_columns(x, y), same)
+            found = self.whole.get(self._make_column_sums(x, y), same)
 
-        def made(low: int, high: int) -> Floats:
+        def compute_tile(low: int, high: int) -> Floats:
             a = x(low, high)
             b = y(low, high)
             if self.along is None:
-                mixed = self._mixed(found, a, b)
+                mixed = self._mix(found, a, b)
             else:
                 a = a.reshape(-1, self.columns)
                 b = b.reshape(-1, self.columns)
                 sums = found if self.along == 0 else Products(*(s[:, None] for s in _products(a, b, -1)))
-                mixed = self._mixed(sums, a, b).reshape(-1)
+                mixed = self._mix(sums, a, b).reshape(-1)
             return floats(read(2, low, high)) + mixed if self.of_base else mixed
 
-        return made
+        return compute_tile
 
-    def _of_columns(self, x: Span, y: Span) -> Callable[[int, int], Products]:
+    def _make_column_sums(self, x: Span, y: Span) -> Callable[[int, int], Products]:
         """The sums of the rows that begin in a segment, column by column."""
 
         def look(start: int, stop: int) -> Products:
@@ -233,22 +233,22 @@ class NuSlerp(Tiled):
             first, last = (ceil_div(at, self.row) * self.row for at in (start, stop))
             for low, high in tiles(first, last, self.row) if first < last else ():
                 a, b = (each(low, high).reshape(-1, self.columns) for each in (x, y))
-                found = _added(found, _products(a, b, 0))
+                found = _add_products(found, _products(a, b, 0))
             return found
 
         return look
 
-    def _mixed(self, sums: Products, x: Floats, y: Floats) -> Floats:
-        norm_x, norm_y = (np.maximum(np.sqrt(each), TINY_ROW) for each in (sums.xx, sums.yy))
+    def _mix(self, sums: Products, x: Floats, y: Floats) -> Floats:
+        norm_x, norm_y = (np.maximum(np.sqrt(square), TINY_ROW) for square in (sums.xx, sums.yy))
         cosine = np.clip(sums.xy / (norm_x * norm_y), -1, 1).astype(np.float32)
         parallel = 1 - cosine * cosine <= TINY**2
         t = np.float32(self.t)
         angle = _arccos(np.where(parallel, np.float32(0), cosine))
-        rest = np.float32(1) - t
-        arc: Floats = (_sin(rest * angle) * x + _sin(t * angle) * y) / _sin(angle)
+        remainder = np.float32(1) - t
+        arc: Floats = (_sin(remainder * angle) * x + _sin(t * angle) * y) / _sin(angle)
         if not np.any(parallel):
             return arc.astype(np.float32, copy=False)
-        straight = rest * x + t * y
+        straight = remainder * x + t * y
         return np.where(parallel, straight, arc).astype(np.float32, copy=False)
 
 
@@ -283,7 +283,7 @@ class ModelStock(Tiled):
 
         ratio = None if self.by_row else self._ratio(self.whole.get(look, same))
 
-        def made(low: int, high: int) -> Floats:
+        def compute_tile(low: int, high: int) -> Floats:
             base = floats(read(0, low, high))
             models = [floats(read(k + 1, low, high)) for k in range(count)]
             total: Floats = np.zeros(base.shape, np.float32)
@@ -297,17 +297,17 @@ class ModelStock(Tiled):
             merged: Floats = t * total + (np.float32(1) - t) * base
             return merged
 
-        return made
+        return compute_tile
 
     def _products(self, offsets: list[Floats]) -> Doubles:
         """The products of all pairs, (models, models) and, of rows, their number."""
         wide = [offset.astype(np.float64) for offset in offsets]
         count = len(wide)
-        out: Doubles = np.zeros((count, count, *wide[0].shape[:-1]), np.float64)
+        products: Doubles = np.zeros((count, count, *wide[0].shape[:-1]), np.float64)
         for a in range(count):
             for b in range(a, count):
-                out[a, b] = (wide[a] * wide[b]).sum(axis=-1)
-        return out
+                products[a, b] = (wide[a] * wide[b]).sum(axis=-1)
+        return products
 
     def _ratio(self, products: Doubles) -> Any:
         """t, fp32, one or one a row."""

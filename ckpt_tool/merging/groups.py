@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt_tool.core.bounds import bounded
+from ckpt_tool.core.bounds import check_count
 from ckpt_tool.merging.job import LayerSlice, LayersOfModel, MergeJob, ParameterPlace, Value, value_of
 from ckpt_tool.plan.moves import Stored
 
@@ -38,8 +38,8 @@ class MergeGroup:
 
 def layer_of(name: str) -> tuple[str, int, str] | None:
     """("model.layers.", 3, "mlp.up_proj.weight") of a tensor of a layer."""
-    found = _LAYER.match(name)
-    return (found[1], int(found[2]), name[found.end() :]) if found else None
+    match = _LAYER.match(name)
+    return (match[1], int(match[2]), name[match.end() :]) if match else None
 
 
 class Grouping:
@@ -55,8 +55,8 @@ class Grouping:
         self.layers: list[tuple[str, int]] | None = None  # of a sliced output: (first model, its layer)
 
     def groups(self) -> list[MergeGroup]:
-        made = self._sliced() if self._job.sliced else self._whole()
-        return [group for group in made if group is not None]
+        groups = self._group_slices() if self._job.sliced else self._whole()
+        return [group for group in groups if group is not None]
 
     # -- whole models --------------------------------------------------------------------------------------------------
 
@@ -73,7 +73,7 @@ class Grouping:
 
     # -- slices --------------------------------------------------------------------------------------------------------
 
-    def _sliced(self) -> Iterator[MergeGroup | None]:
+    def _group_slices(self) -> Iterator[MergeGroup | None]:
         stacks = {layer[0] for tensors in self._models.values() for name in tensors if (layer := layer_of(name))}
         of_language = [stack for stack in stacks if not _TOWER.search(stack)] if len(stacks) > 1 else list(stacks)
         if len(of_language) != 1:
@@ -127,17 +127,17 @@ class Grouping:
 
     def _length(self, path: str, stack: str) -> int:
         layers = [layer_of(name) for name in self._models[path]]
-        found = [layer[1] for layer in layers if layer is not None and layer[0] == stack]
-        return bounded(max(found, default=-1) + 1, len(found), f"layers by the tensors' names of {path}")
+        numbers = [layer[1] for layer in layers if layer is not None and layer[0] == stack]
+        return check_count(max(numbers, default=-1) + 1, len(numbers), f"layers by the tensors' names of {path}")
 
     def _inside(self, path: str, stack: str) -> dict[int, list[str]]:
         """Layer -> the rests of its tensors' names."""
-        found: dict[int, list[str]] = {}
+        names_of: dict[int, list[str]] = {}
         for name in self._models[path]:
             layer = layer_of(name)
             if layer is not None and layer[0] == stack:
-                found.setdefault(layer[1], []).append(layer[2])
-        return found
+                names_of.setdefault(layer[1], []).append(layer[2])
+        return names_of
 
     def _layer(
         self,
@@ -152,8 +152,8 @@ class Grouping:
         rests: dict[str, None] = {}
         for part, index in zip(slice_.parts, inputs, strict=True):
             rests.update(dict.fromkeys(inside[part.model].get(index, ())))
-        for rest in rests:
-            yield self._group(f"{stack}{number}.{rest}", slice_, [f"{stack}{index}.{rest}" for index in inputs], t)
+        for tails in rests:
+            yield self._group(f"{stack}{number}.{tails}", slice_, [f"{stack}{index}.{tails}" for index in inputs], t)
 
     # -- one tensor ----------------------------------------------------------------------------------------------------
 
@@ -161,35 +161,35 @@ class Grouping:
         """The group of one tensor; None where a model lacks it or a shape differs, which is a fault."""
         rows = []
         sound = True
-        for part, held in zip(slice_.parts, inputs, strict=True):
-            row = self._models[part.model].get(held)
+        for part, input_tensor in zip(slice_.parts, inputs, strict=True):
+            row = self._models[part.model].get(input_tensor)
             if row is None:
-                self._fault(f"{held}: not in {part.model}")
+                self._fault(f"{input_tensor}: not in {part.model}")
                 sound = False
             else:
                 rows.append((part, row))
         shapes = {row.tensor.shape: part.model for part, row in rows}
         if len(shapes) > 1:
-            stated = ", ".join(f"{list(shape)} in {model}" for shape, model in shapes.items())
-            self._fault(f"{name}: {stated}")
+            listed_shapes = ", ".join(f"{list(shape)} in {model}" for shape, model in shapes.items())
+            self._fault(f"{name}: {listed_shapes}")
             sound = False
         if not sound:
             return None
         place = ParameterPlace(name, t)
         shared = dict[str, Value | None]()
-        own = dict[str, tuple[Value | None, ...]]()
+        own_settings = dict[str, tuple[Value | None, ...]]()
         base = self._job.base_of(slice_)
         for key, parameter in self._job.method.parameters.items():
             if parameter.scope == "shared":
                 shared[key] = self._value(slice_, None, key, place)
                 continue
-            own[key] = tuple(
+            own_settings[key] = tuple(
                 None
                 if parameter.scope == "task" and part.model == base
-                else self._value(slice_, part, key, ParameterPlace(held, t))
-                for part, held in zip(slice_.parts, inputs, strict=True)
+                else self._value(slice_, part, key, ParameterPlace(input_tensor, t))
+                for part, input_tensor in zip(slice_.parts, inputs, strict=True)
             )
-        return MergeGroup(name, slice_, tuple(rows), shared, own)
+        return MergeGroup(name, slice_, tuple(rows), shared, own_settings)
 
     def _value(self, slice_: LayerSlice, part: LayersOfModel | None, key: str, place: ParameterPlace) -> Any:
         try:

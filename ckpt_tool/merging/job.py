@@ -95,8 +95,8 @@ class MergeJob:
     def models(self) -> tuple[str, ...]:
         """Every model once; the one whose config and tokenizer the output takes comes first: the base, of an
         average the newest, else the first."""
-        named = [part.model for each in self.slices for part in each.parts]
-        bases = [base for base in (self.base, *(each.base for each in self.slices)) if base]
+        named = [part.model for slice_ in self.slices for part in slice_.parts]
+        bases = [base for base in (self.base, *(slice_.base for slice_ in self.slices)) if base]
         newest = [self.newest] if self.newest else []
         return tuple(dict.fromkeys((*bases, *newest, *named)))
 
@@ -124,18 +124,18 @@ def value_of(
     parameter = job.method.parameters[name]
     scopes = (*([part.settings] if part else []), slice_.settings, job.settings)
     for scope in scopes:
-        found = _evaluated(scope[name], place) if name in scope else None
-        if found is not None:
-            return _checked(name, parameter, found)
+        value = _evaluate(scope[name], place) if name in scope else None
+        if value is not None:
+            return _check_value(name, parameter, value)
     if parameter.default is None and not parameter.optional:
         whom = f" of {part.model}" if part else ""
         raise ValueError(f"{job.method.name} needs a {name}{whom} for {place.name}")
     return parameter.default
 
 
-def _evaluated(setting: Setting, place: ParameterPlace) -> Value | None:
+def _evaluate(setting: Setting, place: ParameterPlace) -> Value | None:
     for case in setting:
-        if _for_all(case) or case.filter in place.name:
+        if _applies_to_all(case) or case.filter in place.name:
             return _along(case.values, place.t)
     return None
 
@@ -152,7 +152,7 @@ def _along(values: Gradient, t: float) -> Value:
     return (1 - share) * values[low] + share * values[high]
 
 
-def _checked(name: str, parameter: MethodParameter, value: Value) -> Value:
+def _check_value(name: str, parameter: MethodParameter, value: Value) -> Value:
     if parameter.kind == "flag":
         return value
     if abs(value) > LARGEST:
@@ -163,22 +163,24 @@ def _checked(name: str, parameter: MethodParameter, value: Value) -> Value:
     return value
 
 
-def misplaced(job: MergeJob, slice_: LayerSlice, settings: Settings, part: LayersOfModel | None) -> list[str]:
+def find_misplaced_settings(
+    job: MergeJob, slice_: LayerSlice, settings: Settings, part: LayersOfModel | None
+) -> list[str]:
     """What settings say that can have no effect, one line each. part: whose they are, None for a slice's or the
     job's."""
     faults = []
     for name in settings:
         parameter = job.method.parameters.get(name)
         if parameter is None:
-            known = ", ".join(job.method.parameters) or "none"
-            faults.append(f"{name}: no parameter of {job.method.name} (its parameters: {known})")
+            parameters = ", ".join(job.method.parameters) or "none"
+            faults.append(f"{name}: no parameter of {job.method.name} (its parameters: {parameters})")
         elif part is not None and parameter.scope == "shared":
             faults.append(f"{name}: one for the whole merge, not for the model {part.model}")
         elif part is not None and parameter.scope == "task" and part.model == job.base_of(slice_):
             faults.append(f"{name}: the base {part.model} takes none")
         else:
             faults += _out_of_bounds(name, parameter, settings[name])
-            if any(_for_all(case) for case in settings[name][:-1]):
+            if any(_applies_to_all(case) for case in settings[name][:-1]):
                 faults.append(f"{name}: a case without a filter is for all names, those after it are never reached")
     return faults
 
@@ -191,26 +193,30 @@ def idle_filters(job: MergeJob, names: Sequence[str]) -> list[str]:
         *(p.settings for each in job.slices for p in each.parts),
     ]
     cases = [
-        (name, case.filter) for scope in scopes for name, cases in scope.items() for case in cases if not _for_all(case)
+        (name, case.filter)
+        for scope in scopes
+        for name, cases in scope.items()
+        for case in cases
+        if not _applies_to_all(case)
     ]
     parts = {part for each in names for part in each.split(".")}
-    every = "\n".join(names)
+    all_names = "\n".join(names)
     faults: list[str] = []
     for name, text in dict.fromkeys(cases):
-        if "\n" in text or text not in every:
+        if "\n" in text or text not in all_names:
             near = near_misses(text, parts) if len(faults) < _NEAR_MISSES else ""
             faults.append(f"{name}: no tensor's name has the filter {text!r} in it{f'; {near}' if near else ''}")
     return faults
 
 
-def _for_all(case: CaseValue) -> bool:
+def _applies_to_all(case: CaseValue) -> bool:
     return case.filter in ("", "*")
 
 
 def _out_of_bounds(name: str, parameter: MethodParameter, setting: Setting) -> Iterator[str]:
     for value in (value for case in setting for value in case.values):
         try:
-            _checked(name, parameter, value)
+            _check_value(name, parameter, value)
         except ValueError as e:
             yield str(e)
 
@@ -220,26 +226,26 @@ def contract_faults(job: MergeJob) -> list[str]:
     method = job.method
     faults = []
     for number, slice_ in enumerate(job.slices, 1):
-        where = f"slice {number}: " if job.sliced else ""
+        prefix = f"slice {number}: " if job.sliced else ""
         models = [part.model for part in slice_.parts]
         base = job.base_of(slice_)
-        held = base in models
-        tasks = len(models) - held
+        has_base = base in models
+        tasks = len(models) - has_base
         if len(set(models)) < len(models):
-            faults.append(f"{where}a model is named twice: {_twice(models)}")
+            faults.append(f"{prefix}a model is named twice: {_twice(models)}")
         if method.base == "needed" and base is None:
-            faults.append(f"{where}{method.name} needs a base (--base, base_model)")
-        elif base is not None and not held and method.base != "none":
-            faults.append(f"{where}the base {base} is not among the models")
+            faults.append(f"{prefix}{method.name} needs a base (--base, base_model)")
+        elif base is not None and not has_base and method.base != "none":
+            faults.append(f"{prefix}the base {base} is not among the models")
         if len(models) < method.least or (method.most is not None and len(models) > method.most):
             bound = "" if method.most == method.least else "at most " if method.most else "at least "
             count = method.most or method.least
-            wanted = f"{bound}{count} model{'s' * (count > 1)}{', the base counted' * (method.base != 'none')}"
-            faults.append(f"{where}{method.name} takes {wanted}; there are {len(models)}")
+            requirement = f"{bound}{count} model{'s' * (count > 1)}{', the base counted' * (method.base != 'none')}"
+            faults.append(f"{prefix}{method.name} takes {requirement}; there are {len(models)}")
         if method.name == "nuslerp" and tasks != 2:
-            faults.append(f"{where}nuslerp takes 2 models in addition to the base; there are {tasks}")
+            faults.append(f"{prefix}nuslerp takes 2 models in addition to the base; there are {tasks}")
         if method.of_task_vectors and not tasks:
-            faults.append(f"{where}{method.name} needs a model in addition to the base")
+            faults.append(f"{prefix}{method.name} needs a model in addition to the base")
     return faults
 
 
@@ -251,10 +257,10 @@ def all_faults(job: MergeJob) -> list[str]:
     """All faults of a job that are known before a model is opened, one line each."""
     faults = contract_faults(job)
     for slice_ in job.slices:
-        faults += misplaced(job, slice_, slice_.settings, None)
+        faults += find_misplaced_settings(job, slice_, slice_.settings, None)
         for part in slice_.parts:
-            faults += misplaced(job, slice_, part.settings, part)
-    faults += misplaced(job, job.slices[0], job.settings, None)
+            faults += find_misplaced_settings(job, slice_, part.settings, part)
+    faults += find_misplaced_settings(job, job.slices[0], job.settings, None)
     return list(dict.fromkeys(faults))
 
 
@@ -270,13 +276,13 @@ def job_of(options: MergeOptions, sources: Sequence[str]) -> MergeJob:
     base = options.base
     if method.name == "slerp" and base is None and len(models) == 2:
         base = models[0]
-    weights = _scheduled(options, len(models), faults) if averages else options.weights
+    weights = _compute_schedule(options, len(models), faults) if averages else options.weights
     if base is not None and method.base == "none":
         faults.append(f"{options.name} has no base: --base {base}")
     elif base is not None and base not in models:
         models.append(base)
     tasks = [model for model in models if method.base == "none" or model != base]
-    own = {
+    own_settings = {
         name: _each(values, tasks, f"--{name}", faults)
         if name in method.parameters
         else [setting(*values[:1])] * len(tasks)
@@ -286,11 +292,12 @@ def job_of(options: MergeOptions, sources: Sequence[str]) -> MergeJob:
     faults += _idle(options, method)
     parts = [
         LayersOfModel(
-            model, {name: values[tasks.index(model)] for name, values in own.items() if values and model in tasks}
+            model,
+            {name: values[tasks.index(model)] for name, values in own_settings.items() if values and model in tasks},
         )
         for model in models
     ]
-    shared = _shared(options, method)
+    shared = _read_shared_settings(options, method)
     if not weights and "weight" in method.parameters:
         shared["weight"] = setting(1.0)
     if method.name == "passthrough" and options.weights:
@@ -327,15 +334,15 @@ def job_of(options: MergeOptions, sources: Sequence[str]) -> MergeJob:
     return job
 
 
-def _shared(options: MergeOptions, method: Method) -> dict[str, Setting]:
-    given = {
+def _read_shared_settings(options: MergeOptions, method: Method) -> dict[str, Setting]:
+    settings = {
         "t": options.t,
         "epsilon": options.epsilon,
         "gamma": options.gamma,
         "lambda": options.factor,
         "normalize": options.normalize,
     }
-    return {name: setting(value) for name, value in given.items() if value is not None}
+    return {name: setting(value) for name, value in settings.items() if value is not None}
 
 
 def _each(values: tuple[float, ...], models: Sequence[str], option: str, faults: list[str]) -> list[Setting]:
@@ -348,7 +355,7 @@ def _each(values: tuple[float, ...], models: Sequence[str], option: str, faults:
     return [setting(value) for value in (values * len(models) if len(values) == 1 else values)]
 
 
-def _scheduled(options: MergeOptions, count: int, faults: list[str]) -> tuple[float, ...]:
+def _compute_schedule(options: MergeOptions, count: int, faults: list[str]) -> tuple[float, ...]:
     """The weights of an average over `count` checkpoints, oldest first."""
     if options.weights:
         source = "--decay" if options.name == EMA else "--schedule"
@@ -363,8 +370,8 @@ def _scheduled(options: MergeOptions, count: int, faults: list[str]) -> tuple[fl
         return weights_of(schedule, count)
 
     if options.decay is None or not 0 <= options.decay < 1:
-        found = "nothing" if options.decay is None else f"{options.decay:g}"
-        faults.append(f"ema needs --decay from 0 to below 1, found {found}")
+        decay = "nothing" if options.decay is None else f"{options.decay:g}"
+        faults.append(f"ema needs --decay from 0 to below 1, found {decay}")
         return (1.0,) * count
     return weights_of(schedule, count, options.decay)
 
@@ -404,8 +411,8 @@ def last_of(folder: str, names: Sequence[str], count: int) -> list[str]:
 
     Raises UsageError E1450 where there are fewer, or of two kinds.
     """
-    found = _numbered_steps(names)
-    kinds = {name.rstrip("0123456789") for name in found}
+    steps = _numbered_steps(names)
+    kinds = {name.rstrip("0123456789") for name in steps}
     if len(kinds) > 1:
         raise UsageError(
             f"--last {count}: the folder holds checkpoints of {len(kinds)} kinds ({', '.join(sorted(kinds))})",
@@ -413,18 +420,18 @@ def last_of(folder: str, names: Sequence[str], count: int) -> list[str]:
             path=folder,
             hint="name the checkpoints themselves, or their steps with --steps",
         )
-    if len(found) < count:
+    if len(steps) < count:
         names_of_steps = "steps are folders called iter_N, checkpoint-N, global_stepN, ...; name others one by one"
         all_of_them = (
-            f"they are {', '.join(found[:8])}{', ...' if len(found) > 8 else ''}: --last {len(found)} takes all"
+            f"they are {', '.join(steps[:8])}{', ...' if len(steps) > 8 else ''}: --last {len(steps)} takes all"
         )
         raise UsageError(
-            f"--last {count}: the folder holds {len(found)} checkpoints",
+            f"--last {count}: the folder holds {len(steps)} checkpoints",
             code="E1450",
             path=folder,
-            hint=all_of_them if len(found) > 1 else names_of_steps,
+            hint=all_of_them if len(steps) > 1 else names_of_steps,
         )
-    return [f"{folder.rstrip('/')}/{name}" for name in found[-count:]]
+    return [f"{folder.rstrip('/')}/{name}" for name in steps[-count:]]
 
 
 def steps_of(folder: str, names: Sequence[str], wanted: Sequence[str]) -> list[str]:
@@ -435,9 +442,9 @@ def steps_of(folder: str, names: Sequence[str], wanted: Sequence[str]) -> list[s
 
     Raises UsageError E1450 for steps that are not there, or numbers that two of them have.
     """
-    found = _numbered_steps(names)
-    by_word: dict[str, list[str]] = {name: [name] for name in found}
-    for name in found:
+    steps = _numbered_steps(names)
+    by_word: dict[str, list[str]] = {name: [name] for name in steps}
+    for name in steps:
         number = name[len(name.rstrip("0123456789")) :]
         by_word.setdefault(str(int(number)), []).append(name)
 
@@ -451,10 +458,10 @@ def steps_of(folder: str, names: Sequence[str], wanted: Sequence[str]) -> list[s
             code="E1450",
             path=folder,
             faults=faults[1:],
-            hint=f"the folder holds {', '.join(found[-5:]) or 'no steps'}{' and older ones' if len(found) > 5 else ''}",
+            hint=f"the folder holds {', '.join(steps[-5:]) or 'no steps'}{' and older ones' if len(steps) > 5 else ''}",
         )
-    taken = {by_word[word][0] for word in wanted}
-    return [f"{folder.rstrip('/')}/{name}" for name in found if name in taken]
+    chosen = {by_word[word][0] for word in wanted}
+    return [f"{folder.rstrip('/')}/{name}" for name in steps if name in chosen]
 
 
 def _numbered_steps(names: Sequence[str]) -> list[str]:

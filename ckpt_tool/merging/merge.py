@@ -55,10 +55,10 @@ def merge_models(job: MergeJob, dst: str, reading: Reading, writing: Writing, pr
     raises."""
     option = f"merge --method {job.method_typed}"
     refuse_saved_plan(writing, option)
-    lost = [state for state in writing.states if state not in ("model", "all", "extras")]
-    if lost:
+    unsupported = [state for state in writing.states if state not in ("model", "all", "extras")]
+    if unsupported:
         raise UsageError(
-            f"--state {lost[0]}: {option} makes a model; optimizer states of several jobs have no mean",
+            f"--state {unsupported[0]}: {option} makes a model; optimizer states of several jobs have no mean",
             code="E2401",
             hint="leave --state off",
         )
@@ -74,7 +74,7 @@ def merge_models(job: MergeJob, dst: str, reading: Reading, writing: Writing, pr
             hint="merge first, then ckpt convert the output with --vocab-size",
         )
     notes = [*job.notes, *check_models(models, sliced=job.sliced, any_tokenizer=job.any_tokenizer)]
-    chosen = _chosen(job, models, writing, option, notes)
+    chosen = _choose_merged(job, models, writing, option, notes)
     to = Conversion.of(models[0].opened, reading, writing)
     return write(in_wanted_names(replace(chosen, inherits=to.inherits), models[0].opened, to), dst, to, progress)
 
@@ -89,7 +89,9 @@ def _grows(model: MergedModel, size: int) -> bool:
 # -- what becomes of each tensor ---------------------------------------------------------------------------------------
 
 
-def _chosen(job: MergeJob, models: Sequence[MergedModel], writing: Writing, option: str, notes: list[str]) -> Chosen:
+def _choose_merged(
+    job: MergeJob, models: Sequence[MergedModel], writing: Writing, option: str, notes: list[str]
+) -> Chosen:
     donor = models[0]
     offsets = dict[str, int]()
     sources = list[Opened]()
@@ -111,7 +113,7 @@ def _chosen(job: MergeJob, models: Sequence[MergedModel], writing: Writing, opti
         rows.append(Stored(offsets[part.model] + row.source, row.tensor._replace(key=key, path=path)))
         if kind is not None:
             dtypes[key] = kind
-            if not moved(job, group):
+            if not is_copied(job, group):
                 recipes.append(recipe_of(job, group, [parts[part.model].input(row) for part, row in group.rows]))
     extras, gone = without_training(donor.chosen.extras)
     config = sliced_config(models, layers, notes) if layers is not None else donor.chosen.config
@@ -122,29 +124,29 @@ def _chosen(job: MergeJob, models: Sequence[MergedModel], writing: Writing, opti
         extras=extras,
         removed=removed,
         renewed=frozenset(row.tensor.key for row in rows),
-        dropped=_dropped(models, gone),
+        dropped=_describe_dropped(models, gone),
         casts={},
         config=config,
         notes=tuple(dict.fromkeys(note for model in models for note in model.chosen.notes)),
     )
-    shown = f"{job.method_typed} of {' and '.join(model.path for model in models)}"
+    description = f"{job.method_typed} of {' and '.join(model.path for model in models)}"
     line = f"{len(recipes)} tensors are merged by {job.method_typed}, {len(rows) - len(recipes)} are taken as they are"
     if job.newest:
         notes.append(f"counters, extras and side files are those of the newest checkpoint, {job.newest}")
-    return with_computed(base, recipes, shown, writing, option=option, dtypes=dtypes, notes=(*notes, line))
+    return with_computed(base, recipes, description, writing, option=option, dtypes=dtypes, notes=(*notes, line))
 
 
 def _groups(
     job: MergeJob, models: Sequence[MergedModel], writing: Writing
 ) -> tuple[list[MergeGroup], tuple[LogicalTensor, ...], list[tuple[str, int]] | None]:
     """(what the output is made of, what the key patterns took, where the layers of a sliced output come from)."""
-    held = {model.path: model.tensors for model in models}
-    names = list(dict.fromkeys(name for tensors in held.values() for name in tensors))
-    grouping = Grouping(job, held, names if job.sliced else _kept(names, writing)[0])
+    tensors_of = {model.path: model.tensors for model in models}
+    names = list(dict.fromkeys(name for tensors in tensors_of.values() for name in tensors))
+    grouping = Grouping(job, tensors_of, names if job.sliced else _split_kept(names, writing)[0])
     groups = grouping.groups()
     faults = [
         *grouping.faults,
-        *dict.fromkeys(fault for group in groups if not moved(job, group) and (fault := _dtype_fault(group))),
+        *dict.fromkeys(fault for group in groups if not is_copied(job, group) and (fault := _dtype_fault(group))),
     ]
     wrong = [*grouping.wrong, *dict.fromkeys(fault for group in groups for fault in parameter_faults(job, group))]
     wrong += idle_filters(job, [group.name for group in groups] if job.sliced else names)
@@ -153,28 +155,29 @@ def _groups(
             f"the merge can't be made: {faults[0]}",
             code=TENSORS,
             faults=[*faults[1:500], *wrong[:100]],
-            hint=_how_to_make_alike(held, faults[0]),
+            hint=_how_to_make_alike(tensors_of, faults[0]),
         )
     if wrong:
         raise UsageError(wrong[0], code="E1441", faults=wrong[1:100], place=f"--method {job.method_typed}")
     if job.sliced:
-        kept, out = _kept([group.name for group in groups], writing)
-        gone = [group.rows[0][1].tensor for group in groups if group.name in set(out)]
-        return [group for group in groups if group.name in set(kept)], tuple(gone), grouping.layers
+        kept_names, removed_names = _split_kept([group.name for group in groups], writing)
+        gone = [group.rows[0][1].tensor for group in groups if group.name in set(removed_names)]
+        return [group for group in groups if group.name in set(kept_names)], tuple(gone), grouping.layers
     gone = [
-        next(tensors[name] for tensors in held.values() if name in tensors).tensor for name in _kept(names, writing)[1]
+        next(tensors[name] for tensors in tensors_of.values() if name in tensors).tensor
+        for name in _split_kept(names, writing)[1]
     ]
     return groups, tuple(gone), None
 
 
 def _how_to_make_alike(held: Mapping[str, Mapping[str, Stored]], fault: str) -> str:
     """What helps against the first fault. held: the tensors of each model."""
-    name, _, what = fault.partition(": ")
-    if "is not merged" in what:
+    name, _, fault_text = fault.partition(": ")
+    if "is not merged" in fault_text:
         return (
             "convert the models to one type first: ckpt convert SRC DST --dtype bf16 (--dequantize for quantised ones)"
         )
-    if what.startswith("["):
+    if fault_text.startswith("["):
         if name.endswith(_VOCABULARY):
             return "the vocabularies have different sizes: ckpt convert SRC DST --vocab-size N brings them to one size"
         return "merge models of one architecture: the shapes of this tensor differ; --remove-keys leaves it out"
@@ -184,7 +187,9 @@ def _how_to_make_alike(held: Mapping[str, Mapping[str, Stored]], fault: str) -> 
     for path, prefix in longest.items():
         bare = {name.removeprefix(prefix) for name in held[path]}
         others = [
-            other for other, tensors in held.items() if other != path and len(bare & tensors.keys()) * 2 > len(bare)
+            other_model
+            for other_model, tensors in held.items()
+            if other_model != path and len(bare & tensors.keys()) * 2 > len(bare)
         ]
         if prefix and others:
             return (
@@ -203,7 +208,7 @@ def _shared_prefix(names: Iterable[str]) -> str:
     return f"{step}." if count * 2 > steps.total() else ""
 
 
-def _kept(names: Sequence[str], writing: Writing) -> tuple[list[str], list[str]]:
+def _split_kept(names: Sequence[str], writing: Writing) -> tuple[list[str], list[str]]:
     keys = [TensorKey(name) for name in names]
     kept, gone = split_keys(keys, remove=writing.remove_keys, keep=writing.keep_keys, model_only=writing.model_only)
     return [key.name for key in kept], [key.name for key in gone]
@@ -227,10 +232,10 @@ def _dtype_fault(group: MergeGroup) -> str:
 def _dtype(group: MergeGroup, models: Sequence[MergedModel]) -> DType | None:
     """What the merged tensor is written as: the dtype that all have, else fp32; None for what is no float."""
     casts = {model.path: model.chosen.casts for model in models}
-    found = {casts[part.model].get(row.tensor.key, row.tensor.dtype).name for part, row in group.rows}
-    if not any(DTYPES[name].is_float for name in found):
+    dtypes = {casts[part.model].get(row.tensor.key, row.tensor.dtype).name for part, row in group.rows}
+    if not any(DTYPES[name].is_float for name in dtypes):
         return None
-    return DTYPES[found.pop()] if len(found) == 1 else DTYPES["F32"]
+    return DTYPES[dtypes.pop()] if len(dtypes) == 1 else DTYPES["F32"]
 
 
 def _check_numbers(groups: Sequence[MergeGroup], models: Sequence[MergedModel]) -> None:
@@ -240,14 +245,14 @@ def _check_numbers(groups: Sequence[MergeGroup], models: Sequence[MergedModel]) 
     trees = {model.path: [opened.tree for opened in model.chosen.sources] for model in models}
     wrong = []
     for group in groups:
-        found: dict[str, str] = {}
+        faults: dict[str, str] = {}
         for part, row in group.rows:
             catalog = Catalog("safetensors", {row.tensor.key: row.tensor})
             digest = digests_of(catalog, trees[part.model][row.source])[row.tensor.key]
-            found.setdefault(digest, part.model)
-        if len(found) > 1:
+            faults.setdefault(digest, part.model)
+        if len(faults) > 1:
             wrong.append(
-                f"{group.name} ({group.rows[0][1].tensor.dtype.name}) differs in {' and '.join(found.values())}"
+                f"{group.name} ({group.rows[0][1].tensor.dtype.name}) differs in {' and '.join(faults.values())}"
             )
     if wrong:
         raise InconsistentCheckpoint(
@@ -258,7 +263,7 @@ def _check_numbers(groups: Sequence[MergeGroup], models: Sequence[MergedModel]) 
         )
 
 
-def _dropped(models: Sequence[MergedModel], gone: Sequence[str]) -> tuple[dict[str, Any], ...]:
+def _describe_dropped(models: Sequence[MergedModel], gone: Sequence[str]) -> tuple[dict[str, Any], ...]:
     """What of the models is left out, for the report: in one entry what several models leave out for one reason."""
     alike: dict[tuple[str, str], list[tuple[str, dict[str, Any]]]] = {}
     for model in models:
@@ -270,15 +275,18 @@ def _dropped(models: Sequence[MergedModel], gone: Sequence[str]) -> tuple[dict[s
     entries = []
     for (_, reason), of_models in alike.items():
         paths = [path for path, _ in of_models]
-        first = of_models[0][1]
-        joined = {**first, **{name: sum(entry.get(name, 0) for _, entry in of_models) for name in ("tensors", "bytes")}}
-        if "names" in first:
+        first_entry = of_models[0][1]
+        combined = {
+            **first_entry,
+            **{name: sum(entry.get(name, 0) for _, entry in of_models) for name in ("tensors", "bytes")},
+        }
+        if "names" in first_entry:
             names = (name for _, entry in of_models for name in entry.get("names", ()))
-            joined["names"] = list(dict.fromkeys(names))[:50]
+            combined["names"] = list(dict.fromkeys(names))[:50]
         if reason:
             whose = paths[0] if len(paths) == 1 else f"of {len(paths)} models"
-            joined["reason"] = f"{whose}: {reason}"
-        entries.append(joined)
+            combined["reason"] = f"{whose}: {reason}"
+        entries.append(combined)
 
     if gone:
         entries.append({"state": "extras", "tensors": 0, "bytes": 0, "names": list(gone), "reason": _NO_OPTIMIZER})
@@ -294,19 +302,19 @@ LEAST_TOTAL = 1e-6  # nuslerp: weights whose sum is smaller count as equal (merg
 def parameter_faults(job: MergeJob, group: MergeGroup) -> list[str]:
     """What is wrong with a group's parameters taken together, one line each."""
     faults = []
-    weights = _given(group.own.get("weight", ()))
+    weights = _drop_missing(group.own.get("weight", ()))
     if group.shared.get("normalize") and not job.method.consensus and (total := _single_sum(weights)) in (0, inf):
-        what = "0 in fp32" if total == 0 and sum(weights) != 0 else "0" if total == 0 else "more than fp32 has"
-        faults.append(f"{group.name}: the weights sum to {what}, so they can't be normalized")
+        problem = "0 in fp32" if total == 0 and sum(weights) != 0 else "0" if total == 0 else "more than fp32 has"
+        faults.append(f"{group.name}: the weights sum to {problem}, so they can't be normalized")
     for density, epsilon in zip(
-        _given(group.own.get("density", ())), _given(group.own.get("epsilon", ())), strict=False
+        _drop_missing(group.own.get("density", ())), _drop_missing(group.own.get("epsilon", ())), strict=False
     ):
         if density < 1 and not 0 < density - epsilon <= density + epsilon < 1:
             faults.append(f"density {density:g} +- epsilon {epsilon:g} leaves (0, 1)")
     return faults
 
 
-def moved(job: MergeJob, group: MergeGroup) -> bool:
+def is_copied(job: MergeJob, group: MergeGroup) -> bool:
     """Is the tensor the first model's, as it is?"""
     return job.method.name == "passthrough" and group.own["scale"][0] is None
 
@@ -319,19 +327,24 @@ def recipe_of(job: MergeJob, group: MergeGroup, inputs: Sequence[Input]) -> Reci
     key = TensorKey(group.name)
     shape = group.rows[0][1].tensor.shape
     base = job.base_of(group.slice_)
-    held = [part.model == base for part, _ in group.rows]
-    first = [each for each, is_base in zip(inputs, held, strict=True) if is_base]
-    rest = [each for each, is_base in zip(inputs, held, strict=True) if not is_base]
-    text = f"{method.name} {sorted(group.shared.items())} {sorted(group.own.items())} {held} {job.seed}"
+    is_base_row = [part.model == base for part, _ in group.rows]
+    base_inputs = [entry for entry, is_base in zip(inputs, is_base_row, strict=True) if is_base]
+    other_inputs = [entry for entry, is_base in zip(inputs, is_base_row, strict=True) if not is_base]
+    text = f"{method.name} {sorted(group.shared.items())} {sorted(group.own.items())} {is_base_row} {job.seed}"
     match method.name:
         case "linear":
             return Linear(
-                key, shape, tuple(inputs), text, tuple(_given(group.own["weight"])), bool(group.shared["normalize"])
+                key,
+                shape,
+                tuple(inputs),
+                text,
+                tuple(_drop_missing(group.own["weight"])),
+                bool(group.shared["normalize"]),
             )
         case "passthrough":
-            return Linear(key, shape, tuple(inputs), text, tuple(_given(group.own["scale"])), False)
+            return Linear(key, shape, tuple(inputs), text, tuple(_drop_missing(group.own["scale"])), False)
         case "slerp":
-            return Slerp(key, shape, (*first, *rest), text, float(group.shared["t"] or 0))
+            return Slerp(key, shape, (*base_inputs, *other_inputs), text, float(group.shared["t"] or 0))
         case "nuslerp":
             along = (
                 None
@@ -340,13 +353,21 @@ def recipe_of(job: MergeJob, group: MergeGroup, inputs: Sequence[Input]) -> Reci
                 if group.shared["nuslerp_row_wise"]
                 else -1
             )
-            return NuSlerp(key, shape, (*rest, *first), text, _share(_given(group.own["weight"])), bool(first), along)
+            return NuSlerp(
+                key,
+                shape,
+                (*other_inputs, *base_inputs),
+                text,
+                _share(_drop_missing(group.own["weight"])),
+                bool(base_inputs),
+                along,
+            )
         case "model-stock":
-            return ModelStock(key, shape, (*first, *rest), text, bool(group.shared["filter_wise"]))
-    return _of_task_vectors(job, group, (*first, *rest), text)
+            return ModelStock(key, shape, (*base_inputs, *other_inputs), text, bool(group.shared["filter_wise"]))
+    return _build_task_vectors(job, group, (*base_inputs, *other_inputs), text)
 
 
-def _of_task_vectors(job: MergeJob, group: MergeGroup, inputs: tuple[Input, ...], text: str) -> Recipe:
+def _build_task_vectors(job: MergeJob, group: MergeGroup, inputs: tuple[Input, ...], text: str) -> Recipe:
     from ckpt_tool.merging.task_vectors import TaskVectors
 
     trims = tuple(_trim(job, group, number) for number in range(len(inputs) - 1))
@@ -355,7 +376,7 @@ def _of_task_vectors(job: MergeJob, group: MergeGroup, inputs: tuple[Input, ...]
         inputs[0].tensor.shape,
         inputs,
         text,
-        tuple(_given(group.own["weight"])),
+        tuple(_drop_missing(group.own["weight"])),
         trims,
         job.method.consensus,
         bool(group.shared["normalize"]),
@@ -371,7 +392,7 @@ def _trim(job: MergeJob, group: MergeGroup, number: int) -> Trim | None:
     kind: Any = job.method.trim
     if kind is None:
         return None
-    density, gamma, epsilon = (_given(group.own.get(each, ())) for each in ("density", "gamma", "epsilon"))
+    density, gamma, epsilon = (_drop_missing(group.own.get(name, ())) for name in ("density", "gamma", "epsilon"))
     return Trim(
         kind,
         density[number],
@@ -398,6 +419,6 @@ def _share(weights: Sequence[float]) -> float:
     return 0.5 if abs(total) < LEAST_TOTAL else weights[1] / total
 
 
-def _given(values: Sequence[float | bool | None]) -> list[float]:
+def _drop_missing(values: Sequence[float | bool | None]) -> list[float]:
     """The values of the models that have one: all, or all but the base."""
     return [float(value) for value in values if value is not None]

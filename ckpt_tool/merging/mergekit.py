@@ -78,7 +78,7 @@ def read_config(path: str, *, seed: int | None = None, tokenizer: str | None = N
     data = _as_one_module(data, faults)
     faults.unknown("", data, _KEYS)
     name = data.get("merge_method")
-    method = _tried(lambda: method_of(name), faults) if isinstance(name, str) else None
+    method = _try_make(lambda: method_of(name), faults) if isinstance(name, str) else None
     if not isinstance(name, str):
         faults.add(
             "/merge_method", "merge_method is missing" if name is None else f"found {name!r}, want a method's name"
@@ -98,13 +98,13 @@ def read_config(path: str, *, seed: int | None = None, tokenizer: str | None = N
             faults.add("", fault)
         if not faults:
             return job
-    first, *rest = faults
+    first_fault, *other_faults = faults
     raise UsageError(
-        first[1],
+        first_fault[1],
         code="E1444",
         path=path,
-        place=first[0] or None,
-        faults=[f"{place}: {text}" if place else text for place, text in rest],
+        place=first_fault[0] or None,
+        faults=[f"{place}: {text}" if place else text for place, text in other_faults],
         hint="nothing of a config is ignored: mend the key, or take it out",
     )
 
@@ -115,44 +115,45 @@ def _as_one_module(data: Mapping[str, Any], faults: _Faults) -> Mapping[str, Any
     modules = data.get("modules")
     if modules is None:
         return data
-    rest = {key: value for key, value in data.items() if key != "modules"}
+    common = {key: value for key, value in data.items() if key != "modules"}
     if not isinstance(modules, dict) or any(not isinstance(module, dict) for module in modules.values()):
         faults.add("/modules", "want a mapping of modules, each with slices or models")
-        return rest
+        return common
 
-    whole = {}  # module -> the only model that it is taken from
+    taken_modules = {}  # module -> the only model that it is taken from
     merged = {}
     for name, module in modules.items():
         faults.unknown(f"/modules/{name}", module, ("slices", "models", "parameters"))
         models = module.get("models")
         is_whole = isinstance(models, list) and len(models) == 1 and isinstance(models[0], dict)
         if is_whole and models[0].keys() == {"model"}:
-            whole[name] = models[0]["model"]
+            taken_modules[name] = models[0]["model"]
         else:
             merged[name] = module
     if len(merged) != 1 or "slices" not in next(iter(merged.values())):
-        shown = ", ".join(merged) or "none"
+        listed_modules = ", ".join(merged) or "none"
         faults.add(
-            "/modules", f"modules: one of them may have slices, the others one model each; here {shown} have more"
+            "/modules",
+            f"modules: one of them may have slices, the others one model each; here {listed_modules} have more",
         )
-        return {**rest, "models": [{"model": next(iter(whole.values()), "")}]}
+        return {**common, "models": [{"model": next(iter(taken_modules.values()), "")}]}
     ((name, module),) = merged.items()
     slices = module["slices"]
     taken_first = slices[0]["sources"][0].get("model") if _is_slice(slices) else None
-    other = next((each for each in whole.items() if each[1] != taken_first), None)
-    if other is not None:
+    second_module = next((each for each in taken_modules.items() if each[1] != taken_first), None)
+    if second_module is not None:
         faults.add(
-            f"/modules/{other[0]}",
-            f"{other[0]} is to come from {other[1]}, the first layers of {name} from {taken_first}: this build takes "
-            "both from one model",
+            f"/modules/{second_module[0]}",
+            f"{second_module[0]} is to come from {second_module[1]}, the first layers of {name} from {taken_first}: "
+            "this build takes both from one model",
         )
-    return {**rest, **module}
+    return {**common, **module}
 
 
 def _is_slice(slices: Any) -> bool:
     """Is the first of the slices one with a source?"""
-    first = slices[0] if isinstance(slices, list) and slices else None
-    sources = first.get("sources") if isinstance(first, dict) else None
+    first_slice = slices[0] if isinstance(slices, list) and slices else None
+    sources = first_slice.get("sources") if isinstance(first_slice, dict) else None
     return isinstance(sources, list) and bool(sources) and isinstance(sources[0], dict)
 
 
@@ -161,23 +162,23 @@ def _without_idle(
 ) -> tuple[tuple[LayerSlice, ...], list[str]]:
     """The slices without what configs like to say of the base and mergekit passes over, and a line for each."""
     notes = dict[str, None]()
-    out = []
+    cleaned = []
     for slice_ in slices:
         parts = []
         for part in slice_.parts:
-            own = dict(part.settings)
+            settings = dict(part.settings)
             if part.model == (slice_.base or base):
-                for name in [each for each in own if method.parameters[each].scope == "task"]:
-                    del own[name]
+                for name in [each for each in settings if method.parameters[each].scope == "task"]:
+                    del settings[name]
                     notes[
                         f"{name} of the base {part.model}: has no effect, {method.name} takes what others differ by"
                     ] = None
-            parts.append(replace(part, settings=own))
-        out.append(replace(slice_, parts=tuple(parts)))
-    return tuple(out), list(notes)
+            parts.append(replace(part, settings=settings))
+        cleaned.append(replace(slice_, parts=tuple(parts)))
+    return tuple(cleaned), list(notes)
 
 
-def _tried(make: Callable[[], T], faults: _Faults) -> T | None:
+def _try_make(make: Callable[[], T], faults: _Faults) -> T | None:
     try:
         return make()
     except UsageError as e:
@@ -214,17 +215,20 @@ def _slices(
         return (), False
     if models:
         parts = [
-            _part(each, f"/models/{k}", method, faults, layers=False) for k, each in _listed(models, "/models", faults)
+            _part(entry, f"/models/{k}", method, faults, layers=False)
+            for k, entry in _read_list(models, "/models", faults)
         ]
         found = [part for part in parts if part is not None]
         if base is not None and base not in [part.model for part in found]:
             found.append(LayersOfModel(base))
         return (LayerSlice(tuple(found)),), False
-    out = [_slice(each, f"/slices/{k}", method, faults) for k, each in _listed(slices, "/slices", faults)]
-    return tuple(each for each in out if each is not None), True
+    listed_slices = [
+        _slice(entry, f"/slices/{k}", method, faults) for k, entry in _read_list(slices, "/slices", faults)
+    ]
+    return tuple(entry for entry in listed_slices if entry is not None), True
 
 
-def _listed(value: Any, place: str, faults: _Faults) -> list[tuple[int, Any]]:
+def _read_list(value: Any, place: str, faults: _Faults) -> list[tuple[int, Any]]:
     if not isinstance(value, list):
         faults.add(place, f"found {value!r}, want a list")
         return []
@@ -237,8 +241,8 @@ def _slice(data: Any, place: str, method: Method | None, faults: _Faults) -> Lay
         return None
     faults.unknown(place, data, ("sources", "base_model", "parameters"))
     base = _model(data["base_model"], f"{place}/base_model", faults) if data.get("base_model") is not None else None
-    sources = _listed(data["sources"], f"{place}/sources", faults)
-    parts = [_part(each, f"{place}/sources/{k}", method, faults, layers=True) for k, each in sources]
+    sources = _read_list(data["sources"], f"{place}/sources", faults)
+    parts = [_part(entry, f"{place}/sources/{k}", method, faults, layers=True) for k, entry in sources]
     return LayerSlice(
         tuple(part for part in parts if part is not None),
         _settings(data.get("parameters"), f"{place}/parameters", method, faults),
@@ -253,18 +257,20 @@ def _part(data: Any, place: str, method: Method | None, faults: _Faults, *, laye
     faults.unknown(place, data, ("model", "layer_range", "parameters") if layers else ("model", "parameters"))
     model = _model(data["model"], f"{place}/model", faults)
     settings = _settings(data.get("parameters"), f"{place}/parameters", method, faults)
-    found = None
+    layer_range = None
     if layers:
-        found = data.get("layer_range")
+        layer_range = data.get("layer_range")
         if (
-            not isinstance(found, list)
-            or len(found) != 2
-            or not all(type(each) is int for each in found)
-            or not 0 <= found[0] < found[1]
+            not isinstance(layer_range, list)
+            or len(layer_range) != 2
+            or not all(type(layer) is int for layer in layer_range)
+            or not 0 <= layer_range[0] < layer_range[1]
         ):
-            faults.add(f"{place}/layer_range", f"layer_range: found {found!r}, want [first, end] with first < end")
+            faults.add(
+                f"{place}/layer_range", f"layer_range: found {layer_range!r}, want [first, end] with first < end"
+            )
             return None
-    return LayersOfModel(model, settings, tuple(found) if found else None) if model else None
+    return LayersOfModel(model, settings, tuple(layer_range) if layer_range else None) if model else None
 
 
 def _model(data: Any, place: str, faults: _Faults) -> str | None:
@@ -297,19 +303,21 @@ def _settings(data: Any, place: str, method: Method | None, faults: _Faults) -> 
     if not isinstance(data, dict):
         faults.add(place, f"found {data!r}, want a mapping")
         return {}
-    out = {}
+    settings = {}
     for name, value in data.items():
         if method is None:
             continue
         if name not in method.parameters:
-            known = tuple(method.parameters)
-            near = near_misses(name, known) or f"its parameters are {', '.join(known) or 'none'}"
+            parameters = tuple(method.parameters)
+            near = near_misses(name, parameters) or f"its parameters are {', '.join(parameters) or 'none'}"
             faults.add(f"{place}/{name}", f"{name}: no parameter of {method.name}; {near}")
             continue
         kind = method.parameters[name].kind
-        cases = value if isinstance(value, list) and any(isinstance(each, dict) for each in value) else [value]
-        out[name] = tuple(case for each in cases if (case := _case(each, f"{place}/{name}", kind, faults)) is not None)
-    return out
+        cases = value if isinstance(value, list) and any(isinstance(entry, dict) for entry in value) else [value]
+        settings[name] = tuple(
+            case for entry in cases if (case := _case(entry, f"{place}/{name}", kind, faults)) is not None
+        )
+    return settings
 
 
 def _case(data: Any, place: str, kind: str, faults: _Faults) -> CaseValue | None:
@@ -321,7 +329,7 @@ def _case(data: Any, place: str, kind: str, faults: _Faults) -> CaseValue | None
             faults.add(place, "a case is {filter: PART OF A NAME, value: ...}")
             return None
         data = data["value"]
-    values = [_value(each, kind) for each in (data if isinstance(data, list) else [data])]
+    values = [_value(entry, kind) for entry in (data if isinstance(data, list) else [data])]
     if not values or any(value is None for value in values):
         faults.add(place, f"found {data!r}, want a {kind} or a list of them")
         return None
@@ -335,26 +343,26 @@ def _value(data: Any, kind: str) -> Value | None:
     if isinstance(data, bool) or not isinstance(data, int | float | str):
         return None
     try:
-        found = float(data)
+        number = float(data)
     except (ValueError, OverflowError):
         return None
-    return found if abs(found) < float("inf") else None
+    return number if abs(number) < float("inf") else None
 
 
 # -- dtypes and tokenizers ---------------------------------------------------------------------------------------------
 
 
 def _dtype(data: Mapping[str, Any], faults: _Faults) -> str | None:
-    out = None
+    name = None
     for key in ("dtype", "out_dtype"):
         if data.get(key) is None:
             continue
-        found = from_name(data[key]) if isinstance(data[key], str) else None
-        if found is None or found.name not in _DTYPES:
+        dtype = from_name(data[key]) if isinstance(data[key], str) else None
+        if dtype is None or dtype.name not in _DTYPES:
             faults.add(f"/{key}", f"{key}: found {data[key]!r}, want float32, bfloat16 or float16")
         else:
-            out = found.name
-    return out
+            name = dtype.name
+    return name
 
 
 def _check_tokenizer(
@@ -374,12 +382,10 @@ def _check_tokenizer(
         source = inside.get("source", "union")
     elif data.get("tokenizer") is not None:
         faults.add("/tokenizer", f"found {data['tokenizer']!r}, want a mapping")
-    first = base or next((part.model for each in slices for part in each.parts), None)
-    if source is not None and source not in ("base", first):
-        faults.add(
-            place,
-            f"{place[1:]}: {source!r} asks for another tokenizer than {first or 'the base'}'s, which this build keeps",
-        )
+    first_model = base or next((part.model for slice_ in slices for part in slice_.parts), None)
+    if source is not None and source not in ("base", first_model):
+        kept = first_model or "the base"
+        faults.add(place, f"{place[1:]}: {source!r} asks for another tokenizer than {kept}'s, which this build keeps")
 
 
 # -- YAML --------------------------------------------------------------------------------------------------------------

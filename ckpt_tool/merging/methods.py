@@ -53,7 +53,7 @@ def _flag(default: bool) -> MethodParameter:
     return MethodParameter("shared", default, "flag")
 
 
-def _of_task_vectors(
+def _make_task_vector_method(
     name: str, trim: str | None = None, *, consensus: bool = False, normalize: bool = False, rescale: bool = False
 ) -> Method:
     parameters = {
@@ -79,14 +79,14 @@ _ALL = (
         "optional",
         {"weight": MethodParameter("task", None), "nuslerp_row_wise": _flag(False), "nuslerp_flatten": _flag(True)},
     ),
-    _of_task_vectors("task-arithmetic"),
-    _of_task_vectors("ties", "largest", consensus=True, normalize=True),
-    _of_task_vectors("dare-linear", "chance", rescale=True),
-    _of_task_vectors("dare-ties", "chance", consensus=True, rescale=True),
-    _of_task_vectors("della", "ranks", consensus=True, normalize=True, rescale=True),
-    _of_task_vectors("della-linear", "ranks", rescale=True),
-    _of_task_vectors("breadcrumbs", "crumbs"),
-    _of_task_vectors("breadcrumbs-ties", "crumbs", consensus=True),
+    _make_task_vector_method("task-arithmetic"),
+    _make_task_vector_method("ties", "largest", consensus=True, normalize=True),
+    _make_task_vector_method("dare-linear", "chance", rescale=True),
+    _make_task_vector_method("dare-ties", "chance", consensus=True, rescale=True),
+    _make_task_vector_method("della", "ranks", consensus=True, normalize=True, rescale=True),
+    _make_task_vector_method("della-linear", "ranks", rescale=True),
+    _make_task_vector_method("breadcrumbs", "crumbs"),
+    _make_task_vector_method("breadcrumbs-ties", "crumbs", consensus=True),
     Method("model-stock", "needed", {"filter_wise": _flag(False)}, 3),
     Method("passthrough", "none", {"scale": MethodParameter("model", None, optional=True)}, 1, 1),
 )
@@ -97,12 +97,12 @@ FOREIGN = ("multislerp", "nearswap", "ram", "ramplus_tl", "sce", "arcee_fusion",
 
 def method_of(name: str) -> Method:
     """The method of that name, `_` or `-`. Raises UsageError E1440."""
-    found = METHODS.get(name.replace("_", "-"))
-    if found is None:
+    method = METHODS.get(name.replace("_", "-"))
+    if method is None:
         foreign = name.replace("-", "_") in FOREIGN
         raise UsageError(
             f"this build does not merge by {name}" if foreign else f"no method {name!r}",
             code="E1440",
             hint=near_misses(name.replace("_", "-"), METHODS) or f"the methods are {', '.join(METHODS)}",
         )
-    return found
+    return method

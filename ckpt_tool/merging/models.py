@@ -83,7 +83,7 @@ def open_models(paths: Sequence[str], reading: Reading, writing: Writing, comput
         writing, states=(MODEL, "extras"), drop=(), remove_keys=(), keep_keys=(), dialect=None, aoa=None, dtypes={}
     )
     hub = registry.of_dialect("hf")
-    out = list[MergedModel]()
+    models = list[MergedModel]()
     plain = list[UsageError]()
     for path in paths:
         opened = open_source(path, reading)
@@ -91,18 +91,20 @@ def open_models(paths: Sequence[str], reading: Reading, writing: Writing, comput
         requested = replace(bare, states=(*states, bare.state_as_model) if bare.state_as_model else states)
         job = Conversion(reading, requested, hub, of_several=True)
         if computes and not requested.dequantize:  # before the job that names them, which knows nothing of the output
-            refuse_codes([each for each in opened.catalog.tensors.values() if each.dtype.coded], computes, opened.path)
+            refuse_codes(
+                [tensor for tensor in opened.catalog.tensors.values() if tensor.dtype.coded], computes, opened.path
+            )
         part, fault = _floats(opened, job)
         plain += [fault] if fault else []
         if computes:
             refuse_codes([row.tensor for row in part.stored], computes, opened.path)
         named = passed(part, job, NAMES)
         config = named.config or config_of(opened, reading).config
-        out.append(MergedModel(path, opened, named, config))
-    if plain and len(plain) == len(out):
+        models.append(MergedModel(path, opened, named, config))
+    if plain and len(plain) == len(models):
         raise plain[0]
-    refuse_unmatched_in_all(writing.rename, [model.opened for model in out])
-    return out
+    refuse_unmatched_in_all(writing.rename, [model.opened for model in models])
+    return models
 
 
 def _floats(opened: Opened, job: Conversion) -> tuple[Chosen, UsageError | None]:
@@ -121,31 +123,31 @@ def check_models(models: Sequence[MergedModel], *, sliced: bool, any_tokenizer: 
 
     sliced: layers are picked, so their number may differ.
     """
-    first = models[0]
+    first_model = models[0]
     faults = list[tuple[str, str]]()
     notes = list[str]()
     for other in models[1:]:
-        pair = f"{other.path} and {first.path}"
-        for key, a, b in _differences(first.config, other.config, (*_SAME, *(() if sliced else (_LAYERS,)))):
+        pair = f"{other.path} and {first_model.path}"
+        for key, a, b in _differences(first_model.config, other.config, (*_SAME, *(() if sliced else (_LAYERS,)))):
             faults.append((ARCHITECTURES, f"{pair}: {key} is {b} and {a}"))
-        for key, a, b in _differences(first.config, other.config, _TELLING):
-            notes.append(f"{pair}: {key} is {b} and {a}; the output has that of {first.path}")
-        one, two = (adapter_config(each.opened.catalog) for each in (first, other))
+        for key, a, b in _differences(first_model.config, other.config, _TELLING):
+            notes.append(f"{pair}: {key} is {b} and {a}; the output has that of {first_model.path}")
+        one, two = (adapter_config(model.opened.catalog) for model in (first_model, other))
         for key in sorted({*one, *two} & set(_SCALING)):
             if (one.get(key) or None) != (two.get(key) or None):
                 faults.append((ARCHITECTURES, f"{pair}: the adapters' {key} is {two.get(key)} and {one.get(key)}"))
-        how = difference(first.opened.tree, other.opened.tree)
-        if how and any_tokenizer:
-            notes.append(f"{pair}: their tokenizers differ ({how}); rows of embeddings are merged by their number")
-        elif how:
-            faults.append((TOKENIZERS, f"{pair}: {how}"))
+        reason = difference(first_model.opened.tree, other.opened.tree)
+        if reason and any_tokenizer:
+            notes.append(f"{pair}: their tokenizers differ ({reason}); rows of embeddings are merged by their number")
+        elif reason:
+            faults.append((TOKENIZERS, f"{pair}: {reason}"))
     if faults:
         codes = [code for code, _ in faults]
         tokens_alone = set(codes) == {TOKENIZERS}
         raise InconsistentCheckpoint(
             f"the models are not alike: {faults[0][1]}",
             code=codes[0],
-            path=first.path,
+            path=first_model.path,
             faults=[text for _, text in faults[1:]],
             hint="--tokenizer base takes the rows as they are numbered"
             if tokens_alone
@@ -195,13 +197,13 @@ def sliced_config(
             hint="merge whole models; layers of such a model can't be renumbered",
         )
     count = config.get(_LAYERS)
-    out = {**config, _LAYERS: len(origins)}
+    sliced = {**config, _LAYERS: len(origins)}
     for key, value in config.items():
         if isinstance(value, list) and len(value) == count and type(count) is int:
             lists = [(configs[path] or {}).get(key, value) for path, _ in origins]
-            out[key] = [each[layer] for each, (_, layer) in zip(lists, origins, strict=True)]
+            sliced[key] = [values[layer] for values, (_, layer) in zip(lists, origins, strict=True)]
     notes.append(f"the output has {len(origins)} layers, and its config.json says so")
-    return out
+    return sliced
 
 
 # -- tokenizers --------------------------------------------------------------------------------------------------------
@@ -214,24 +216,24 @@ LIMIT = 256 << 20  # bytes; the largest real ones have some 30 MB
 def difference(first: Tree, other: Tree) -> str | None:
     """How the tokenizers of two models differ, in words; None where they don't, or where one of them has
     none."""
-    mine = _files(first)
-    theirs = _files(other)
-    if not mine or not theirs:
+    first_files = _files(first)
+    other_files = _files(other)
+    if not first_files or not other_files:
         return None
-    both = [name for name in mine if name in theirs]
-    if not both:
-        return f"{mine[0]} here, {theirs[0]} there: they can't be compared"
-    name = both[0]
+    shared_files = [name for name in first_files if name in other_files]
+    if not shared_files:
+        return f"{first_files[0]} here, {other_files[0]} there: they can't be compared"
+    name = shared_files[0]
     a, b = (tree.read_whole(name, limit=LIMIT) for tree in (first, other))
     if a == b:
         return None
     if not name.endswith(".json"):
         return f"{name} differs"
     try:
-        one, two = (parse(data, path=tree.display(name)) for data, tree in ((a, first), (b, other)))
+        left, right = (parse(data, path=tree.display(name)) for data, tree in ((a, first), (b, other)))
     except CorruptFile as e:
         return f"{name} differs, and is not read: {e.message}"
-    return _of_vocabularies(name, _numbers(one), _numbers(two)) or _of_merges(name, one, two)
+    return _compare_vocabularies(name, _numbers(left), _numbers(right)) or _compare_merges(name, left, right)
 
 
 def _files(tree: Tree) -> list[str]:
@@ -246,34 +248,34 @@ def _numbers(data: Any) -> dict[str, Any]:
     if not isinstance(model, Mapping):
         return dict(data)
     vocab = model.get("vocab")
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     if isinstance(vocab, Mapping):
-        found = dict(vocab)
+        numbers = dict(vocab)
     elif isinstance(vocab, list):
-        found = {str(row[0]): number for number, row in enumerate(vocab) if isinstance(row, list) and row}
+        numbers = {str(row[0]): number for number, row in enumerate(vocab) if isinstance(row, list) and row}
     added = data.get("added_tokens")
     for row in added if isinstance(added, list) else ():
         if isinstance(row, Mapping):
-            found[str(row.get("content"))] = row.get("id")
-    return found
+            numbers[str(row.get("content"))] = row.get("id")
+    return numbers
 
 
-def _of_vocabularies(name: str, one: Mapping[str, Any], two: Mapping[str, Any]) -> str | None:
-    other = [token for token, number in one.items() if two.get(token) != number]
-    other += [token for token in two if token not in one]
-    if not other:
+def _compare_vocabularies(name: str, one: Mapping[str, Any], two: Mapping[str, Any]) -> str | None:
+    changed_tokens = [token for token, number in one.items() if two.get(token) != number]
+    changed_tokens += [token for token in two if token not in one]
+    if not changed_tokens:
         return None
-    token = other[0]
+    token = changed_tokens[0]
     return (
-        f"{name}: {len(other)} tokens have another number, or are in one alone:"
+        f"{name}: {len(changed_tokens)} tokens have another number, or are in one alone:"
         f" {token!r} is {one.get(token)} here, {two.get(token)} there"
     )
 
 
-def _of_merges(name: str, one: Any, two: Any) -> str | None:
+def _compare_merges(name: str, one: Any, two: Any) -> str | None:
     merges = [
         data["model"].get("merges") if isinstance(data, Mapping) and isinstance(data.get("model"), Mapping) else None
         for data in (one, two)
     ]
-    plain = [[each if isinstance(each, str) else " ".join(map(str, each)) for each in m or ()] for m in merges]
+    plain = [[merge if isinstance(merge, str) else " ".join(map(str, merge)) for merge in m or ()] for m in merges]
     return f"{name}: the merges of tokens differ" if plain[0] != plain[1] else None

@@ -68,10 +68,10 @@ class Trim(NamedTuple):
             return []
         if self.kind == "largest":
             return [Ask(model, max(1, int(self.density * numel)), True)]
-        left = int(self.density * numel)
+        remaining = int(self.density * numel)
         top = int(self.gamma * numel)
-        bottom = max(0, numel - left - top)
-        return [Ask(model, count, False) for count in (bottom, bottom + left) if 0 < count < numel]
+        bottom = max(0, numel - remaining - top)
+        return [Ask(model, count, False) for count in (bottom, bottom + remaining) if 0 < count < numel]
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +110,7 @@ class TaskVectors(Tiled):
         if trim is None or trim.density >= 1:
             return None
         if trim.kind == "chance":
-            return kept(draws(trim.key, low, low + delta.size), trim.density)
+            return draw_kept(draws(trim.key, low, low + delta.size), trim.density)
         bits = magnitudes_of(delta)
         if trim.kind == "ranks":
             numbers = draws(trim.key, low, low + delta.size)
@@ -121,18 +121,18 @@ class TaskVectors(Tiled):
 
     def _crumbs(self, trim: Trim, cuts: Sequence[MagnitudeCut], bits: Bits, low: int) -> Flags:
         """Those among the smallest `bottom + left` and not among the smallest `bottom`."""
-        left = int(trim.density * self.numel)
+        remaining = int(trim.density * self.numel)
         top = int(trim.gamma * self.numel)
-        bottom = max(0, self.numel - left - top)
-        if not left:
+        bottom = max(0, self.numel - remaining - top)
+        if not remaining:
             return np.zeros(bits.shape, np.bool_)
-        rest = list(cuts)
-        below = rest.pop(0).flags(bits, low) if 0 < bottom < self.numel else np.zeros(bits.shape, np.bool_)
-        if bottom + left >= self.numel:
+        other_cuts = list(cuts)
+        below = other_cuts.pop(0).flags(bits, low) if 0 < bottom < self.numel else np.zeros(bits.shape, np.bool_)
+        if bottom + remaining >= self.numel:
             return ~below
-        return rest[0].flags(bits, low) & ~below
+        return other_cuts[0].flags(bits, low) & ~below
 
-    def _trimmed(
+    def _trim(
         self, read: Read, cuts: Sequence[Sequence[MagnitudeCut]], low: int, high: int
     ) -> Iterator[tuple[Floats, Floats]]:
         """Each model's (task vector, what of it stays)."""
@@ -150,8 +150,8 @@ class TaskVectors(Tiled):
             for model in asking:
                 yield self._delta(read, model, base, low, high)
 
-        found = iter(self.selection.cuts(deltas))
-        return [[next(found) for _ in trim.asks(k, self.numel)] if trim else [] for k, trim in enumerate(self.trims)]
+        cuts = iter(self.selection.cuts(deltas))
+        return [[next(cuts) for _ in trim.asks(k, self.numel)] if trim else [] for k, trim in enumerate(self.trims)]
 
     def _factors(self, read: Read, cuts: Sequence[Sequence[MagnitudeCut]]) -> list[np.float32 | None]:
         """What each trimmed vector is multiplied with, None for nothing."""
@@ -162,15 +162,15 @@ class TaskVectors(Tiled):
             sums: Doubles = np.zeros((len(self.trims), 2), np.float64)
             for low, high in tiles(start, stop, self.row):
                 part = slice(max(low, start) - low, min(high, stop) - low)
-                for model, pair in enumerate(self._trimmed(read, cuts, low, high)):
-                    sums[model] += [np.abs(each[part]).sum(dtype=np.float64) for each in pair]
+                for model, pair in enumerate(self._trim(read, cuts, low, high)):
+                    sums[model] += [np.abs(values[part]).sum(dtype=np.float64) for values in pair]
             return sums
 
-        out: list[np.float32 | None] = []
+        factors: list[np.float32 | None] = []
         for trim, (before, after) in zip(self.trims, self.sums.get(look, same).astype(np.float32), strict=True):
             plain = trim is None or trim.density >= 1 or before < LEAST_SUM or after < LEAST_SUM
-            out.append(None if plain else before / after)
-        return out
+            factors.append(None if plain else before / after)
+        return factors
 
     # -- merging ------------------------------------------------------------------------------------------------------
 
@@ -181,17 +181,17 @@ class TaskVectors(Tiled):
 
         def made(low: int, high: int) -> Floats:
             parts = []
-            for (_, part), factor, weight in zip(self._trimmed(read, cuts, low, high), factors, weights, strict=True):
+            for (_, part), factor, weight in zip(self._trim(read, cuts, low, high), factors, weights, strict=True):
                 scaled = part if factor is None else part * factor
                 parts.append(scaled * weight)
-            mixed = self._agreed(parts, weights) if self.consensus else self._summed(parts, weights)
+            mixed = self._sum_agreeing(parts, weights) if self.consensus else self._sum_parts(parts, weights)
             if self.factor != 1:
                 mixed *= np.float32(self.factor)
             return floats(read(0, low, high)) + mixed
 
         return made
 
-    def _summed(self, parts: Sequence[Floats], weights: Sequence[np.float32]) -> Floats:
+    def _sum_parts(self, parts: Sequence[Floats], weights: Sequence[np.float32]) -> Floats:
         total = np.zeros(parts[0].shape, np.float32)
         divisor = np.float32(0)
         for part, weight in zip(parts, weights, strict=True):
@@ -201,7 +201,7 @@ class TaskVectors(Tiled):
             total /= divisor
         return total
 
-    def _agreed(self, parts: Sequence[Floats], weights: Sequence[np.float32]) -> Floats:
+    def _sum_agreeing(self, parts: Sequence[Floats], weights: Sequence[np.float32]) -> Floats:
         """The sum of what has the sign of the whole sum; a sum of zero counts as positive."""
         total: Floats = np.zeros(parts[0].shape, np.float32)
         for part in parts:
@@ -230,20 +230,20 @@ _ALL = 1 << 32
 
 def stream(seed: int, model: int, name: str) -> Stream:
     """The key of a tensor's numbers: 128 bits of a hash."""
-    made = blake2b(f"{seed}\0{model}\0{name}".encode(), digest_size=16).digest()
-    return int.from_bytes(made[:8], "little"), int.from_bytes(made[8:], "little")
+    digest = blake2b(f"{seed}\0{model}\0{name}".encode(), digest_size=16).digest()
+    return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
 
 
 def draws(key: Stream, low: int, high: int) -> Bits:
     """The numbers of elements [low, high), each of 32 uniform bits."""
-    first = low // _BLOCK
-    last = ceil_div(high, _BLOCK)
-    generator = np.random.Philox(key=np.array(key, np.uint64), counter=np.array([first, 0, 0, 0], np.uint64))
-    raw: np.ndarray[Any, np.dtype[np.uint64]] = generator.random_raw((last - first) * 4)
-    return raw.astype("<u8", copy=False).view("<u4")[low - first * _BLOCK : high - first * _BLOCK]
+    first_block = low // _BLOCK
+    last_block = ceil_div(high, _BLOCK)
+    generator = np.random.Philox(key=np.array(key, np.uint64), counter=np.array([first_block, 0, 0, 0], np.uint64))
+    raw: np.ndarray[Any, np.dtype[np.uint64]] = generator.random_raw((last_block - first_block) * 4)
+    return raw.astype("<u8", copy=False).view("<u4")[low - first_block * _BLOCK : high - first_block * _BLOCK]
 
 
-def kept(numbers: Bits, probability: float) -> Flags:
+def draw_kept(numbers: Bits, probability: float) -> Flags:
     """Which elements stay, each with the same probability."""
     limit = round(probability * _ALL)
     return numbers < np.uint32(limit) if limit < _ALL else np.ones(numbers.shape, np.bool_)
@@ -256,7 +256,7 @@ def kept_by_rank(numbers: Bits, magnitudes: Bits, columns: int, density: float, 
     numbers, magnitudes: of whole rows of `columns` elements. Equal magnitudes rank by their order in the row.
     """
     if columns < 2:
-        return kept(numbers, density)
+        return draw_kept(numbers, density)
     keys = magnitudes.reshape(-1, columns).astype(np.uint64) << np.uint64(32)
     keys |= np.arange(columns, dtype=np.uint64)
     keys.sort(axis=1)
@@ -333,25 +333,26 @@ class Selection:
         nowhere: Counts = np.zeros((0, len(self._asks)), np.int64)
         self._upper: WalkOutcome[Counts, Counts, list[tuple[int, int]]] = WalkOutcome(numel, none, np.add)
         self._lower: WalkOutcome[Counts, Counts, list[Threshold]] = WalkOutcome(numel, none, np.add)
-        self._ties: WalkOutcome[Counts, Counts, Counts] = WalkOutcome(numel, nowhere, _stacked)
+        self._ties: WalkOutcome[Counts, Counts, Counts] = WalkOutcome(numel, nowhere, _append_rows)
         self._cuts: tuple[MagnitudeCut, ...] | None = None
 
     def cuts(self, deltas: Deltas) -> tuple[MagnitudeCut, ...]:
         """A Cut for each Ask. deltas: of this thread; gives the task vectors of all models that are asked about, in the
         order in which they are first asked about."""
         if self._cuts is None:  # threads that find them at once find the same
-            self._cuts = self._found(deltas) if self._asks else ()
+            self._cuts = self._find_cuts(deltas) if self._asks else ()
         return self._cuts
 
-    def _found(self, deltas: Deltas) -> tuple[MagnitudeCut, ...]:
+    def _find_cuts(self, deltas: Deltas) -> tuple[MagnitudeCut, ...]:
         halves = self._upper.get(lambda start, stop: self._count_upper(deltas, start, stop), self._halves)
-        found = self._lower.get(
+        thresholds = self._lower.get(
             lambda start, stop: self._count_lower(deltas, halves, start, stop),
             lambda counts: self._thresholds(counts, halves),
         )
-        ends = self._ends(deltas, found)
+        ends = self._ends(deltas, thresholds)
         return tuple(
-            MagnitudeCut(each.bits, end, ask.largest) for each, end, ask in zip(found, ends, self._asks, strict=True)
+            MagnitudeCut(threshold.bits, end, ask.largest)
+            for threshold, end, ask in zip(thresholds, ends, self._asks, strict=True)
         )
 
     def _halves(self, counts: Counts) -> list[tuple[int, int]]:
@@ -359,14 +360,14 @@ class Selection:
         return [self._place(counts[self._models.index(ask.model)], self._rank(ask)) for ask in self._asks]
 
     def _thresholds(self, lower: Counts, halves: Sequence[tuple[int, int]]) -> list[Threshold]:
-        found = []
+        thresholds = []
         for (half, below), counts, ask in zip(halves, lower, self._asks, strict=True):
-            rest, under = self._place(counts, self._rank(ask) - below)
-            equal = int(counts[rest])
+            rank, under = self._place(counts, self._rank(ask) - below)
+            equal = int(counts[rank])
             smaller = below + under
             taken = ask.taken - (self._numel - smaller - equal if ask.largest else smaller)
-            found.append(Threshold(half << _HALF | rest, taken, equal))
-        return found
+            thresholds.append(Threshold(half << _HALF | rank, taken, equal))
+        return thresholds
 
     def _rank(self, ask: Ask) -> int:
         """Of the element at the threshold, from the smallest on."""
@@ -401,22 +402,22 @@ class Selection:
 
     def _ends(self, deltas: Deltas, found: Sequence[Threshold]) -> list[int]:
         """Up to which element of the line those at each threshold are taken."""
-        ends = [self._numel if each.taken == each.equal else 0 for each in found]
-        parted = [number for number, each in enumerate(found) if 0 < each.taken < each.equal]
-        if not parted:
+        ends = [self._numel if threshold.taken == threshold.equal else 0 for threshold in found]
+        cut_numbers = [number for number, threshold in enumerate(found) if 0 < threshold.taken < threshold.equal]
+        if not cut_numbers:
             return ends
 
         def count(start: int, stop: int) -> Counts:
-            rows = [self._equal(deltas, found, parted, low, high) for low, high in tiles(start, stop)]
+            rows = [self._equal(deltas, found, cut_numbers, low, high) for low, high in tiles(start, stop)]
             return np.array([[np.count_nonzero(flags) for flags in row] for row in rows], np.int64)
 
         of_tiles = self._ties.get(count, same)
-        for slot, number in enumerate(parted):
-            last = found[number].taken - 1
-            tile, before = self._place(of_tiles[:, slot], last)
+        for slot, number in enumerate(cut_numbers):
+            last_taken = found[number].taken - 1
+            tile, before = self._place(of_tiles[:, slot], last_taken)
             low = tile * TILE
-            flags = self._equal(deltas, found, parted, low, min(low + TILE, self._numel))[slot]
-            ends[number] = low + int(np.flatnonzero(flags)[last - before]) + 1
+            flags = self._equal(deltas, found, cut_numbers, low, min(low + TILE, self._numel))[slot]
+            ends[number] = low + int(np.flatnonzero(flags)[last_taken - before]) + 1
         return ends
 
     def _equal(
@@ -427,5 +428,5 @@ class Selection:
         return [parts[self._models.index(self._asks[n].model)] == np.uint32(found[n].bits) for n in parted]
 
 
-def _stacked(rows: Counts, more: Counts) -> Counts:
+def _append_rows(rows: Counts, more: Counts) -> Counts:
     return np.concatenate([rows[:, : more.shape[1]], more])

@@ -79,14 +79,14 @@ class Tiled(Recipe):
 
     def values(self, read: Read, start: int, stop: int) -> Floats:
         """As `Recipe.values`, tile by tile."""
-        out: Floats = np.empty(stop - start, np.float32)
+        values: Floats = np.empty(stop - start, np.float32)
         make = self.tile(read)
         for low, high in tiles(start, stop, self.row):
             a = max(low, start)
             b = min(high, stop)
             part = make(low, high)
-            out[a - start : b - start] = part if (a, b) == (low, high) else part[a - low : b - low]
-        return out
+            values[a - start : b - start] = part if (a, b) == (low, high) else part[a - low : b - low]
+        return values
 
     @abstractmethod
     def tile(self, read: Read) -> Span:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from ckpt_tool.core.bounds import DIGITS, bounded, numeral
+from ckpt_tool.core.bounds import DIGITS, check_count, numeral
 from ckpt_tool.core.fallback import Choice
 from ckpt_tool.core.layout import Layout, Placement, place
 from ckpt_tool.core.mesh import Mesh, divisors_near
@@ -411,7 +411,7 @@ def _split_by_bytes(names: Mapping[str, _Name], sizes: Mapping[str, int], stages
 
 def _count_layers(names: Mapping[str, _Name]) -> int:
     layers = (parsed.layer for parsed in names.values() if parsed.layer is not None)
-    return bounded(max(layers, default=-1) + 1, len(names), "layers by the tensors' names")
+    return check_count(max(layers, default=-1) + 1, len(names), "layers by the tensors' names")
 
 
 def _assign_experts(names: Mapping[str, _Name], mesh: Mesh) -> dict[str, int]:
@@ -420,7 +420,7 @@ def _assign_experts(names: Mapping[str, _Name], mesh: Mesh) -> dict[str, int]:
     if ranks == 1:
         return {}
     numbers = {name: parsed.expert for name, parsed in names.items() if parsed.expert is not None}
-    count = bounded(max(numbers.values(), default=-1) + 1, len(names), "experts by the tensors' names")
+    count = check_count(max(numbers.values(), default=-1) + 1, len(names), "experts by the tensors' names")
     stacked = any(
         _STACKED.search(alike) for alike in {parsed.alike for parsed in names.values() if parsed.expert is None}
     )

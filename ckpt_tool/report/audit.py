@@ -24,7 +24,7 @@ def audit(document: Document, *, everything: bool = False) -> Page:
     facts: list[tuple[str, Cell]] = [(key, str(document[key])) for key in ("path", "format", "family") if document[key]]
     blocks: list[Block] = [Facts(tuple(facts))]
     for code in dict.fromkeys(finding["code"] for finding in findings):
-        blocks.append(_of_code([each for each in findings if each["code"] == code], everything))
+        blocks.append(_write_code_findings([each for each in findings if each["code"] == code], everything))
     if document["notes"]:
         blocks.append(Lines("notes", tuple(map(note_text, document["notes"]))))
     what = "" if document["values"] else "; --values reads the values too"
@@ -38,7 +38,7 @@ def audit(document: Document, *, everything: bool = False) -> Page:
     return Page(f"ckpt audit {document['path']}", tuple(blocks))
 
 
-def _of_code(found: Sequence[Document], everything: bool) -> Lines:
+def _write_code_findings(found: Sequence[Document], everything: bool) -> Lines:
     """Those of one code: what they are, each of them, and what to do once for all that agree."""
     listed = found if everything else found[:LISTED]
     lines: list[Cell] = [Styled(found[0]["title"], "strong")]

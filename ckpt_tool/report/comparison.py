@@ -73,14 +73,14 @@ def comparison(document: Document, *, everything: bool = False) -> Page:
 
     if differences:
         blocks += _changed_groups(summary, everything=everything)
-        blocks += _by_layer(document.get("by_layer") or ())
+        blocks += _list_layers(document.get("by_layer") or ())
         blocks += _other_kinds(summary, everything=everything)
         blocks += _one_sided_groups(summary, everything=everything)
         blocks += _equal_states(summary)
-        blocks += _by_holder(document.get("by_rank") or (), everything=everything)
+        blocks += _list_holders(document.get("by_rank") or (), everything=everything)
         if everything or not summary:
             blocks += _each_difference(differences, everything=everything)
-        blocks.append(_by_kind(differences))
+        blocks.append(_count_kinds(differences))
 
     blocks += _notes(document)
     if document.get("extras_differ"):
@@ -94,10 +94,10 @@ def comparison(document: Document, *, everything: bool = False) -> Page:
 def _verdict_of(document: Document, differences: Sequence[Document]) -> Verdict:
     compared = int(document.get("compared", 0))
     if document.get("equal"):
-        return Verdict(True, f"equal: {plural(compared, 'tensor')} compared{_in(document)}")
+        return Verdict(True, f"equal: {plural(compared, 'tensor')} compared{_format_duration(document)}")
     names = len({(difference["name"], difference.get("state")) for difference in differences})
     total = count(max(compared, names))
-    return Verdict(False, f"not equal: {plural(names, 'tensor')} of {total} differ{_in(document)}")
+    return Verdict(False, f"not equal: {plural(names, 'tensor')} of {total} differ{_format_duration(document)}")
 
 
 def _changed_groups(summary: Sequence[Document], *, everything: bool) -> list[Block]:
@@ -190,7 +190,7 @@ def _as_numbers(group: Document) -> str:
     return "equal" if group["equal_values"] == group["other_dtype"] else ""
 
 
-def _by_layer(layers: Sequence[Document]) -> list[Block]:
+def _list_layers(layers: Sequence[Document]) -> list[Block]:
     """The layers of the first state that has several, worst first; one line where they changed alike."""
     if not layers:
         return []
@@ -247,7 +247,7 @@ def _equal_states(summary: Sequence[Document]) -> list[Block]:
     return [Lines("equal", lines)] if lines else []
 
 
-def _by_holder(rows: Sequence[Document], *, everything: bool) -> list[Block]:
+def _list_holders(rows: Sequence[Document], *, everything: bool) -> list[Block]:
     """Which rank's files of which side hold what differs (`--rank`), most elements first."""
     if not rows:
         return []
@@ -353,7 +353,7 @@ def verification(document: Document, *, everything: bool = False) -> Page:
     blocks += _findings(findings, everything=everything)
     blocks += _never_covered(document, everything=everything)
     blocks += _nonfinite(document.get("nonfinite") or {}, everything=everything)
-    blocks += _uncovered(document.get("uncovered") or ())
+    blocks += _list_uncovered(document.get("uncovered") or ())
     blocks += _notes(document)
     if everything:
         blocks += _digests(document.get("digests") or {})
@@ -364,8 +364,8 @@ def _validity(document: Document, findings: Sequence[Document]) -> Verdict:
     tensors = sum(len(names) for names in (document.get("digests") or {}).values())
     checked = f", {plural(tensors, 'tensor')}" if tensors else ""
     if document.get("ok"):
-        return Verdict(True, f"complete and valid: no findings{checked}{_in(document)}")
-    return Verdict(False, f"not valid: {plural(len(findings), 'finding')}{checked}{_in(document)}")
+        return Verdict(True, f"complete and valid: no findings{checked}{_format_duration(document)}")
+    return Verdict(False, f"not valid: {plural(len(findings), 'finding')}{checked}{_format_duration(document)}")
 
 
 def _findings(findings: Sequence[Document], *, everything: bool) -> list[Block]:
@@ -421,7 +421,7 @@ def place_of(finding: Document) -> str:
     return ", ".join(str(part) for part in parts if part)
 
 
-def _uncovered(rows: Sequence[Document]) -> list[Block]:
+def _list_uncovered(rows: Sequence[Document]) -> list[Block]:
     """What damage can't be seen in: whole files, and of others the headers and padding between checksummed records."""
     whole = [int(row["size"]) for row in rows if row["bytes"] == row["size"]]
     parts = [int(row["bytes"]) for row in rows if row["bytes"] != row["size"]]
@@ -432,7 +432,7 @@ def _uncovered(rows: Sequence[Document]) -> list[Block]:
     return [Facts((("not covered by a checksum", "; ".join(lines)),))] if lines else []
 
 
-def _by_kind(differences: Any) -> Lines:
+def _count_kinds(differences: Any) -> Lines:
     kinds: dict[str, int] = {}
     for difference in differences:
         kinds[difference["kind"]] = kinds.get(difference["kind"], 0) + 1
@@ -467,5 +467,5 @@ def _notes(document: Document) -> list[Block]:
     return [Lines("notes", tuple(note_text(note) for note in notes))] if notes else []
 
 
-def _in(document: Document) -> str:
+def _format_duration(document: Document) -> str:
     return f" in {duration(document['elapsed_s'])}" if document.get("elapsed_s") is not None else ""

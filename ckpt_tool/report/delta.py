@@ -11,7 +11,7 @@ from ckpt_tool.report.text import count, duration, plural, size
 from ckpt_tool.report.writing import warnings_of
 
 
-def made(document: Mapping[str, Any], *, everything: bool = False) -> Page:
+def make_delta_page(document: Mapping[str, Any], *, everything: bool = False) -> Page:
     """The page of a run, or of a dry run."""
     plan = document["plan"]
     delta = document["delta"]

@@ -18,8 +18,8 @@ from ckpt_tool.core.plurals import agree
 from ckpt_tool.core.urls import hide_in_document, hide_in_message
 from ckpt_tool.errors import CkptError
 from ckpt_tool.report.page import Style
-from ckpt_tool.report.plain import Look, wrapped
-from ckpt_tool.report.text import cells, count, shown
+from ckpt_tool.report.plain import Look, wrap_line
+from ckpt_tool.report.text import cells, count, show_text
 
 FAULTS_SHOWN = 5  # further faults without -v
 MESSAGE_LIMIT = 2000
@@ -46,21 +46,21 @@ def as_text(error: CkptError, look: Look, *, everything: bool = False, trace: Ba
     if len(error.faults) > len(listed):
         lines.append(f"  also: {count(len(error.faults) - len(listed))} more; -v lists all")
     if error.where():
-        lines.append(f"  {look.paint('at:', 'dim')} {shown(hide_in_message(error.where()), MESSAGE_LIMIT)}")
+        lines.append(f"  {look.paint('at:', 'dim')} {show_text(hide_in_message(error.where()), MESSAGE_LIMIT)}")
     if hint:
         lines += _line("  ", "hint:", "name", hint, look)
     text = "\n".join(lines) + "\n"
     if trace is not None:
         raw = hide_in_message("".join(traceback.format_exception(trace)))
-        text = "".join(f"{shown(line, MESSAGE_LIMIT)}\n" for line in raw.splitlines()) + text
+        text = "".join(f"{show_text(line, MESSAGE_LIMIT)}\n" for line in raw.splitlines()) + text
     return text
 
 
 def _line(indent: str, label: str, style: Style, text: str, look: Look, text_style: Style = "plain") -> list[str]:
     """A label and what it says; on a terminal broken between words, below the label's end."""
     start = indent + label + " "
-    told = shown(hide_in_message(text), MESSAGE_LIMIT)  # whole, before a URL is broken into lines
-    first, *rest = wrapped(told, look, text_style, first=" " * cells(start), rest="    ")
+    told = show_text(hide_in_message(text), MESSAGE_LIMIT)  # whole, before a URL is broken into lines
+    first, *rest = wrap_line(told, look, text_style, first=" " * cells(start), rest="    ")
     return [indent + look.paint(label, style) + first[len(start) - 1 :], *rest]
 
 

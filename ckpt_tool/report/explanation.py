@@ -28,7 +28,7 @@ NOTES = "notes: no error, the exit code stays what it is"
 def explanation(document: Mapping[str, Any]) -> Page:
     """The page of `commands.explain`."""
     if "codes" in document:
-        return Page("ckpt explain", tuple(_listed(document)))
+        return Page("ckpt explain", tuple(_list_blocks(document)))
     number = document["exit_code"]
     exit_code = f"{number}, {EXITS[number]}" if number is not None else EXITS[None]
     if document["class"] == NOTE:
@@ -42,7 +42,7 @@ def explanation(document: Mapping[str, Any]) -> Page:
     return Page(f"ckpt explain {document['code']}", (Facts(rows),))
 
 
-def _listed(document: Mapping[str, Any]) -> list[Block]:
+def _list_blocks(document: Mapping[str, Any]) -> list[Block]:
     blocks: list[Block] = []
     errors = [row for row in document["codes"] if row["class"] != NOTE]
     for number, what in EXITS.items():

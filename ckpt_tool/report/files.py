@@ -36,18 +36,18 @@ def check_target(path: str, option: str, ours: Callable[[bytes], bool], *, limit
         return
     except OSError as e:
         if e.errno == errno.ELOOP:
-            raise _kept(path, option, "is a symbolic link") from e
+            raise _refuse_existing(path, option, "is a symbolic link") from e
         raise wrap_os_error(e, path, f"opening the file of {option}") from e
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise _kept(path, option, "is no regular file")
+        raise _refuse_existing(path, option, "is no regular file")
     with open(fd, "rb") as file:
         head = file.read(limit)
     if head and not ours(head):
-        raise _kept(path, option, "is there and is no earlier one")
+        raise _refuse_existing(path, option, "is there and is no earlier one")
 
 
-def _kept(path: str, option: str, what: str) -> OutputExists:
+def _refuse_existing(path: str, option: str, what: str) -> OutputExists:
     return OutputExists(
         f"the file of {option} {what}",
         code="E0511",

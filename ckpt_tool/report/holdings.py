@@ -111,7 +111,7 @@ def whose(catalog: Catalog, rank_of: RankOf) -> RankOf:
     return lambda path: stated.get(path) or rank_of(path)
 
 
-def of_catalog(catalog: Catalog, rank_of: RankOf = nobody) -> Holdings:
+def list_catalog_holdings(catalog: Catalog, rank_of: RankOf = nobody) -> Holdings:
     """Who holds what of a checkpoint, in the order of its tensors. Chunks of no element count for nothing."""
 
     def rows() -> Iterator[Given]:
@@ -125,7 +125,7 @@ def _parts(tensor: LogicalTensor) -> Parts:
     return [(chunk.array.file, chunk.box) for chunk in tensor.chunks]
 
 
-def of_target(
+def list_target_holdings(
     tensors: Sequence[WantedTensor], target: Target, mesh: Mapping[str, int], rank_of: RankOf = nobody
 ) -> Holdings:
     """Who will hold what of an output, in the order of its tensors."""

@@ -2,8 +2,8 @@
 
 The verdict comes first, then the command, its date and the version, then the text. The text of the page is HTML. Its
 figures, where the verb has data for them (`report.picture`), are drawn by the scripts of `browser/`, which make text
-nodes alone; the data is JSON that nothing executes. Every text goes through `report.text.shown` and `html.escape`; a
-Content-Security-Policy allows this style and this script by their hashes and nothing else. The file is written beside
+nodes alone; the data is JSON that nothing executes. Every text goes through `report.text.show_text` and `html.escape`;
+a Content-Security-Policy allows this style and this script by their hashes and nothing else. The file is written beside
 its name and renamed, and replaces nothing but an earlier report.
 """
 
@@ -36,7 +36,7 @@ from ckpt_tool.report.page import (
     style_of,
     text_of,
 )
-from ckpt_tool.report.text import count, shown
+from ckpt_tool.report.text import count, show_text
 
 OPTION = "--report"
 MARK = "<!doctype html>\n<!-- a report of ckpt -->\n"
@@ -77,8 +77,8 @@ def save(
 
 def document(page: Page, *, facts: Iterable[tuple[str, str]] = (), data: Mapping[str, Any] | None = None) -> str:
     """The whole HTML text. data: what `report.picture` gives; without any there is no script."""
-    verdicts = [shown(block.text, 300) for block in page.blocks if isinstance(block, Verdict)]
-    title = escape(": ".join([shown(page.title), *verdicts[:1]]))
+    verdicts = [show_text(block.text, 300) for block in page.blocks if isinstance(block, Verdict)]
+    title = escape(": ".join([show_text(page.title), *verdicts[:1]]))
     style = (_BROWSER / "report.css").read_text("utf-8") + palette.style_sheet()
     script = "\n".join((_BROWSER / f"{name}.js").read_text("utf-8") for name in _SCRIPTS) if data else ""
     policy = f"default-src 'none'; style-src {_source(style)}; base-uri 'none'; form-action 'none'"
@@ -105,7 +105,7 @@ def _body(page: Page, facts: tuple[tuple[str, str], ...], figures: bool) -> str:
 
     drawn = [block for block in rest if figures and isinstance(block, PageTable | Lines) and block.drawn]
     written = [block for block in rest if block not in drawn]
-    parts = [f"<main>\n<h1>{escape(shown(page.title))}</h1>", *map(_block, (*top, *written))]
+    parts = [f"<main>\n<h1>{escape(show_text(page.title))}</h1>", *map(_block, (*top, *written))]
     if figures:
         parts.append(
             '<div id="figures"><noscript><p>The figures need a browser that runs scripts; the text says what can be '
@@ -148,7 +148,7 @@ def _block(block: Block) -> str:
         if len(listed) > ROWS_SHOWN:
             items += f'\n<li class="dim">... {count(len(listed) - ROWS_SHOWN)} more lines; --json has all'
         items = f"<ul>\n{items}\n</ul>"
-        return _title(block.title) + (_boxed(items, block.title or "lines") if len(listed) > _LINES else items)
+        return _title(block.title) + (_wrap_in_box(items, block.title or "lines") if len(listed) > _LINES else items)
     if isinstance(block, Curves):
         return _title(block.title) + curves(block)
     if isinstance(block, Ranks):  # a terminal's: here the table of files says it
@@ -160,16 +160,16 @@ def _block(block: Block) -> str:
 
 def _label(label: str) -> str:
     """A label, which may break behind an underscore."""
-    return escape(shown(label)).replace("_", "_<wbr>")
+    return escape(show_text(label)).replace("_", "_<wbr>")
 
 
 def _verdict(verdict: Verdict) -> str:
     style = "" if verdict.ok is None else " good" if verdict.ok else " bad"
-    return f'<p class="verdict{style}">{escape(shown(verdict.text, 2000))}</p>'
+    return f'<p class="verdict{style}">{escape(show_text(verdict.text, 2000))}</p>'
 
 
 def _title(title: str) -> str:
-    return f"<h2>{escape(shown(title))}</h2>\n" if title else ""
+    return f"<h2>{escape(show_text(title))}</h2>\n" if title else ""
 
 
 def _table(table: PageTable) -> str:
@@ -193,8 +193,8 @@ def _table(table: PageTable) -> str:
     )
     hidden = len(table.rows) - ROWS_SHOWN
     more = table.more or (f"... {count(hidden)} more rows; --json has all" if hidden > 0 else "")
-    closing = f'<p class="dim">{escape(shown(more))}</p>' if more else ""
-    return _boxed(body, table.title or "table") + closing
+    closing = f'<p class="dim">{escape(show_text(more))}</p>' if more else ""
+    return _wrap_in_box(body, table.title or "table") + closing
 
 
 def _stacking(table: PageTable) -> list[str]:
@@ -209,7 +209,7 @@ def _cell(cell: Cell, column: Column, *, level: int) -> str:
     text = _text(cell)
     if not column.right:
         text = _BREAKS.sub(r"\1<wbr>", text)
-    state = f' data-state="{escape(shown(text_of(cell)))}"' if column.states and text else ""
+    state = f' data-state="{escape(show_text(text_of(cell)))}"' if column.states and text else ""
     names = ["right"] * column.right
     names += ["short"] * (len(text_of(cell)) <= _SHORT and not column.right)
     names += [f"i{level}"] * (level > 0)
@@ -218,7 +218,7 @@ def _cell(cell: Cell, column: Column, *, level: int) -> str:
 
 def _text(cell: Cell) -> str:
     """The text of a cell; options of a command line do not break at their hyphens."""
-    return _OPTION.sub(r'<span class="short">\1</span>', escape(shown(text_of(cell), 2000)))
+    return _OPTION.sub(r'<span class="short">\1</span>', escape(show_text(text_of(cell), 2000)))
 
 
 def _style(cell: Cell) -> list[str]:
@@ -283,7 +283,7 @@ def curves(block: Curves) -> str:
             f'<line x1="{x(at):.1f}" x2="{x(at):.1f}" y1="{TOP}" y2="{HIGH - BOTTOM}" stroke="#888" '
             'stroke-dasharray="3 3"/>'
         )
-        parts.append(f'<text x="{x(at) + 4:.1f}" y="{TOP + 10}">{escape(shown(label))}</text>')
+        parts.append(f'<text x="{x(at) + 4:.1f}" y="{TOP + 10}">{escape(show_text(label))}</text>')
     for number, (name, values) in enumerate(block.series):
         colour = palette.RUNS[number % len(palette.RUNS)]
         width = max(6 - 4 * number, 2)
@@ -296,8 +296,8 @@ def curves(block: Curves) -> str:
             f'<line x1="{left}" x2="{left + 18}" y1="{HIGH - 8}" y2="{HIGH - 8}" stroke="{colour}" '
             f'stroke-width="{width}"/>'
         )
-        parts.append(f'<text x="{left + 24}" y="{HIGH - 4}">{escape(shown(name))}</text>')
-    return _boxed("".join([*parts, "</svg>"]), block.title)
+        parts.append(f'<text x="{left + 24}" y="{HIGH - 4}">{escape(show_text(name))}</text>')
+    return _wrap_in_box("".join([*parts, "</svg>"]), block.title)
 
 
 def tiles(block: Tiles) -> str:
@@ -317,7 +317,7 @@ def tiles(block: Tiles) -> str:
             left = c * (tile_width + GAP)
             top = r * (tile_height + GAP)
             colour = palette.rank_colour(group, groups)
-            whole = escape("; ".join(shown(line) for line in (label, *text)))
+            whole = escape("; ".join(show_text(line) for line in (label, *text)))
             parts.append(
                 f'<g><title>{whole}</title><rect x="{left + 1}" y="{top + 1}" width="{tile_width - 2}" '
                 f'height="{tile_height - 2}" rx="5" fill="{colour}" fill-opacity="0.16" stroke="{colour}"/>'
@@ -325,20 +325,22 @@ def tiles(block: Tiles) -> str:
             for n, line in enumerate((label, *text)):
                 weight = ' font-weight="600"' if n == 0 else ""
                 fitting = line if len(line) <= TILE_LETTERS else f"{line[: TILE_LETTERS - 1]}\u2026"
-                parts.append(f'<text x="{left + 8}" y="{top + 17 + n * LINE}"{weight}>{escape(shown(fitting))}</text>')
+                parts.append(
+                    f'<text x="{left + 8}" y="{top + 17 + n * LINE}"{weight}>{escape(show_text(fitting))}</text>'
+                )
             parts.append("</g>")
-    return _boxed("".join([*parts, "</svg>"]), block.title)
+    return _wrap_in_box("".join([*parts, "</svg>"]), block.title)
 
 
 def _svg(width: int, height: int, title: str) -> str:
     """The head of a picture that keeps its size."""
-    label = escape(shown(title))
+    label = escape(show_text(title))
     return (
         f'<svg class="whole" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '
         f'aria-label="{label}">'
     )
 
 
-def _boxed(content: str, title: str) -> str:
+def _wrap_in_box(content: str, title: str) -> str:
     """What is wider or longer than there is room for, in a box of its own in which it scrolls."""
-    return f'<div class="wide" tabindex="0" role="group" aria-label="{escape(shown(title))}">{content}</div>'
+    return f'<div class="wide" tabindex="0" role="group" aria-label="{escape(show_text(title))}">{content}</div>'

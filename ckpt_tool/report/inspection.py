@@ -38,7 +38,7 @@ def inspection(document: Document, *, depth: int | None = None, everything: bool
     tensors = document.get("tensors") or ()
     blocks += _states_and_dtypes(document, tensors)
     if isinstance(tensors, Listing):
-        blocks.append(_folded(tensors, depth))
+        blocks.append(_fold_names(tensors, depth))
     elif any("stats" in tensor for tensor in tensors):
         blocks.append(_stats(tensors))
     elif tensors:
@@ -94,7 +94,7 @@ def _head(document: Document) -> Facts:
     if document.get("delta"):
         rows.append(("delta", delta_text(document["delta"])))
     if document.get("quantization"):
-        rows.append(("quantized", _quantised(document["quantization"])))
+        rows.append(("quantized", _describe_quantised(document["quantization"])))
     return Facts(tuple(rows))
 
 
@@ -140,7 +140,7 @@ def _missing(document: Document, *, everything: bool) -> Iterator[Block]:
         )
 
 
-def _quantised(found: Document) -> str:
+def _describe_quantised(found: Document) -> str:
     """`fp8: 1,024 weights of 8 bits, a scale for each 128 x 128`."""
     text = str(found.get("scheme"))
     bits = " and ".join(map(str, found.get("bits") or ()))
@@ -205,7 +205,7 @@ def _kinds(tensors: Sequence[Document]) -> Iterator[tuple[str, str, int, int]]:
         yield tensor["state"], tensor["dtype"], 1, tensor["bytes"]
 
 
-def _folded(listing: Listing, depth: int | None) -> PageTable:
+def _fold_names(listing: Listing, depth: int | None) -> PageTable:
     """The names as a tree, from columns. Names of several states are joined row by row."""
     if len({block.state for block in listing.blocks}) > 1:
         return _tree(listing, depth)
@@ -229,7 +229,7 @@ def _tree(tensors: Sequence[Document], depth: int | None) -> PageTable:
         for t in tensors
     )
     title = "" if len(states) == 1 else f"each name with its states: {', '.join(states)}"
-    return _table(FoldedTree(rows if len(states) == 1 else _joined(rows)), depth, placed=placed, title=title)
+    return _table(FoldedTree(rows if len(states) == 1 else _join_states(rows)), depth, placed=placed, title=title)
 
 
 def _table(tree: FoldedTree, depth: int | None, *, placed: bool, title: str) -> PageTable:
@@ -248,7 +248,7 @@ def _table(tree: FoldedTree, depth: int | None, *, placed: bool, title: str) -> 
     return PageTable(title, tuple(columns), tuple(table), levels, drawn=True)
 
 
-def _joined(rows: Iterator[tuple[str, tuple[Any, ...], int]]) -> Iterator[tuple[str, tuple[Any, ...], int]]:
+def _join_states(rows: Iterator[tuple[str, tuple[Any, ...], int]]) -> Iterator[tuple[str, tuple[Any, ...], int]]:
     """One row a name: its states' facts as a tuple, its bytes as their sum."""
     whats: dict[str, tuple[Any, ...]] = {}
     sizes: dict[str, int] = {}

@@ -92,7 +92,7 @@ def terminal_code(state: str) -> str:
     colour = STATES.get(state, OTHER_STATE)
     linear = [_linear(channel) for channel in _channels(colour)]
     scale = _TEXT_LUMINANCE / _luminance(linear)
-    wanted = [_encoded(min(1.0, value * scale)) for value in linear]
+    wanted = [_encode_gamma(min(1.0, value * scale)) for value in linear]
     red, green, blue = (min(range(6), key=lambda level: abs(_CUBE[level] - value)) for value in wanted)
     return f"38;5;{16 + 36 * red + 6 * green + blue}"
 
@@ -125,7 +125,7 @@ def _linear(channel: float) -> float:
     return share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4
 
 
-def _encoded(light: float) -> float:
+def _encode_gamma(light: float) -> float:
     share = light * 12.92 if light <= 0.0031308 else 1.055 * light ** (1 / 2.4) - 0.055
     return share * 255
 

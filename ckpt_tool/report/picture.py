@@ -4,7 +4,7 @@
 
 Everything is plain values, for one JSON text in the page. 92,000 names are some hundred templates and the numbers that
 fill them; tensors alike in all but those are one kind; tensors cut alike share a cut. Text of a checkpoint is shown as
-a terminal shows it (`report.text.shown`), so nothing in here can be more than text. Cost: 10 us a tensor.
+a terminal shows it (`report.text.show_text`), so nothing in here can be more than text. Cost: 10 us a tensor.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ckpt_tool.core.report_data import ReportData
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.report import palette
 from ckpt_tool.report.comparison import place_of
-from ckpt_tool.report.holdings import Checkpoint, CutShown, Holdings, Rewriting, Tensor, of_catalog
-from ckpt_tool.report.text import shown
+from ckpt_tool.report.holdings import Checkpoint, CutShown, Holdings, Rewriting, Tensor, list_catalog_holdings
+from ckpt_tool.report.text import show_text
 
 Document = Mapping[str, Any]
 NAME_LIMIT = 400  # characters of a name
@@ -46,17 +46,17 @@ class PictureSide(NamedTuple):
 def picture(verb: str, document: Document, seen: ReportData) -> dict[str, Any]:
     """The data of the figures; {} for a verb that looks at no tensors."""
     if verb in _WRITERS and seen.get("rewriting"):
-        return _of_rewriting(document, seen["rewriting"][-1])
+        return _draw_rewriting(document, seen["rewriting"][-1])
     opened = {each.path: each for each in seen.get("checkpoint", ())}
     if verb == "diff" and {document.get("left"), document.get("right")} <= opened.keys():
-        return _of_pair(document, opened[document["left"]], opened[document["right"]])
+        return _draw_pair(document, opened[document["left"]], opened[document["right"]])
     if verb in ("inspect", "verify", "audit") and document.get("path") in opened:
-        return _of_one(document, opened[document["path"]])
+        return _draw_one(document, opened[document["path"]])
     return {}
 
 
-def _of_one(document: Document, checkpoint: Checkpoint) -> dict[str, Any]:
-    held = of_catalog(checkpoint.catalog, checkpoint.rank_of)
+def _draw_one(document: Document, checkpoint: Checkpoint) -> dict[str, Any]:
+    held = list_catalog_holdings(checkpoint.catalog, checkpoint.rank_of)
     rows = [Tensor(row.name, row.state, row.dtype, row.shape) for row in checkpoint.catalog.rows()]
     cuts = held.tensors
     total = (document.get("total") or {}).get("tensors", len(rows))
@@ -68,7 +68,7 @@ def _of_one(document: Document, checkpoint: Checkpoint) -> dict[str, Any]:
     return {**_columns(rows, (PictureSide("", held, cuts),)), **_findings(document, rows)}
 
 
-def _of_pair(document: Document, left: Checkpoint, right: Checkpoint) -> dict[str, Any]:
+def _draw_pair(document: Document, left: Checkpoint, right: Checkpoint) -> dict[str, Any]:
     """Of two checkpoints, under the names of the second."""
     sides = []
     keys = dict[TensorKey, Tensor]()
@@ -76,7 +76,7 @@ def _of_pair(document: Document, left: Checkpoint, right: Checkpoint) -> dict[st
         for row in checkpoint.catalog.rows():
             keys.setdefault(TensorKey(row.name, row.state), Tensor(row.name, row.state, row.dtype, row.shape))
     for title, checkpoint in zip(_TWO_SIDES["diff"], (left, right), strict=True):
-        held = of_catalog(checkpoint.catalog, checkpoint.rank_of)
+        held = list_catalog_holdings(checkpoint.catalog, checkpoint.rank_of)
         cuts = dict(zip(checkpoint.catalog.tensors, held.tensors, strict=True))
         sides.append(PictureSide(title, held, [cuts.get(key, NONE) for key in keys]))
     numbers = {key: number for number, key in enumerate(keys)}
@@ -94,7 +94,7 @@ def _of_pair(document: Document, left: Checkpoint, right: Checkpoint) -> dict[st
     return {**_columns(list(keys.values()), sides), "differences": differences}
 
 
-def _of_rewriting(document: Document, what: Rewriting) -> dict[str, Any]:
+def _draw_rewriting(document: Document, what: Rewriting) -> dict[str, Any]:
     sides = (
         PictureSide("before", what.before, what.before.tensors),
         PictureSide("after", what.after, what.after.tensors),
@@ -123,10 +123,10 @@ def _columns(rows: Sequence[Tensor], sides: Sequence[PictureSide]) -> dict[str, 
     templates, states, dtypes, shapes, kinds = (_Numbers() for _ in range(5))
     texts = []
     for number, row in enumerate(rows):
-        name = shown(row.name, NAME_LIMIT)
+        name = show_text(row.name, NAME_LIMIT)
         kind = (
             templates[tuple(_NUMBER.split(name))],
-            states[shown(row.state)],
+            states[show_text(row.state)],
             dtypes[row.dtype.name, row.dtype.bits],
             shapes[row.shape],
             *(side.cuts[number] for side in sides),
@@ -158,12 +158,12 @@ def _side(side: PictureSide) -> dict[str, Any]:
         "mesh": dict(held.mesh),
         "holders": [
             {
-                "name": shown(holder.name),
+                "name": show_text(holder.name),
                 "colour": palette.rank_colour(number, len(held.holders)),
-                "at": {shown(dim): at for dim, at in holder.coords.items()},
-                "files": [shown(file) for file in holder.files[:FILES_LISTED]],
+                "at": {show_text(dim): at for dim, at in holder.coords.items()},
+                "files": [show_text(file) for file in holder.files[:FILES_LISTED]],
                 "more": max(0, len(holder.files) - FILES_LISTED),
-                "states": {shown(state): list(numbers) for state, numbers in holder.states.items()},
+                "states": {show_text(state): list(numbers) for state, numbers in holder.states.items()},
             }
             for number, holder in enumerate(held.holders)
         ],
@@ -173,13 +173,13 @@ def _side(side: PictureSide) -> dict[str, Any]:
 
 def _cut(cut: CutShown) -> list[Any]:
     """[boxes, holders of each]: a box as its offset and extents, one after the other; 0 for the whole tensor."""
-    boxes = _by_box(cut)
+    boxes = _group_by_box(cut)
     listed = list(boxes.items())[:BOXES_LISTED]
     plain = [0 if box.shape == cut.shape else [*box.offset, *box.shape] for box, _ in listed]
     return [plain, [_spans(holders) for _, holders in listed], len(boxes) - len(listed)]
 
 
-def _by_box(cut: CutShown) -> dict[Box, list[int]]:
+def _group_by_box(cut: CutShown) -> dict[Box, list[int]]:
     found: dict[Box, list[int]] = {}
     for holder, box in cut.parts:
         found.setdefault(box, []).append(holder)
@@ -208,17 +208,17 @@ def _flow(what: Rewriting) -> list[tuple[int, int, int]]:
     )
     bits: Counter[tuple[int, int]] = Counter()
     for (before, after, size), count in alike.items():
-        for source, output, numel in _shared(what.before.cuts[before], what.after.cuts[after]):
+        for source, output, numel in _list_shared(what.before.cuts[before], what.after.cuts[after]):
             bits[source, output] += numel * size * count
     return [(source, output, number // 8) for (source, output), number in sorted(bits.items())]
 
 
-def _shared(before: CutShown, after: CutShown) -> Iterable[tuple[int, int, int]]:
+def _list_shared(before: CutShown, after: CutShown) -> Iterable[tuple[int, int, int]]:
     """(holder, holder, elements) of all pairs of parts that share any. Replicas before are one source each.
 
     The boxes before are looked up along the dim that cuts them most, so the cost is that of the pairs that are found.
     """
-    sources = list(_by_box(before).items())
+    sources = list(_group_by_box(before).items())
     if not sources:
         return
     dims = len(before.shape)
@@ -227,7 +227,7 @@ def _shared(before: CutShown, after: CutShown) -> Iterable[tuple[int, int, int]]
         sources.sort(key=lambda pair: pair[0].offset[dim])
     starts = [box.offset[dim] if dim != NONE else 0 for box, _ in sources]
     longest = max(box.shape[dim] for box, _ in sources) if dim != NONE else 1
-    for wanted, outputs in _by_box(after).items():
+    for wanted, outputs in _group_by_box(after).items():
         low = bisect_left(starts, wanted.offset[dim] - longest + 1) if dim != NONE else 0
         high = bisect_left(starts, wanted.end[dim]) if dim != NONE else len(starts)
         for box, holders in sources[low:high]:
@@ -254,15 +254,15 @@ def _findings(document: Document, rows: Sequence[Tensor]) -> dict[str, Any]:
     numbers = {str(TensorKey(row.name, row.state)): number for number, row in enumerate(rows)}
     listed = [
         [
-            shown(each.get("code") or ""),
+            show_text(each.get("code") or ""),
             each.get("severity", "error"),
-            shown(each.get("message") or "", 2000),
+            show_text(each.get("message") or "", 2000),
             numbers.get(each.get("tensor") or "", NONE),
-            shown(each.get("tensor") or ""),
-            shown(place_of(each)),
-            shown(each.get("do") or "", 2000),
-            shown(each.get("title") or ""),
-            [shown(seen["url"]) for seen in each.get("seen") or ()],
+            show_text(each.get("tensor") or ""),
+            show_text(place_of(each)),
+            show_text(each.get("do") or "", 2000),
+            show_text(each.get("title") or ""),
+            [show_text(seen["url"]) for seen in each.get("seen") or ()],
         ]
         for each in found
     ]
@@ -272,7 +272,7 @@ def _findings(document: Document, rows: Sequence[Tensor]) -> dict[str, Any]:
             "note",
             f"{count:,} values are NaN or Inf (shown, not counted)",
             numbers.get(name, NONE),
-            shown(name),
+            show_text(name),
             "",
             "",
             "",

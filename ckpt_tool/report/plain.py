@@ -14,7 +14,7 @@ from typing import NamedTuple, TextIO
 
 from ckpt_tool.report import palette
 from ckpt_tool.report.page import Block, Column, Facts, Lines, Page, PageTable, Ranks, Style, Verdict, style_of, text_of
-from ckpt_tool.report.text import cells, shown
+from ckpt_tool.report.text import cells, show_text
 
 _CODES: dict[Style, str] = {"strong": "1", "dim": "2", "good": "32", "warn": "33", "bad": "1;31", "name": "36"}
 GUTTER = 2
@@ -93,21 +93,21 @@ def _block(block: Block, look: Look) -> Iterator[str]:
     elif isinstance(block, Lines):
         yield from _title(block.title, look)
         for line in filter(text_of, block.lines):
-            yield from wrapped(shown(text_of(line), 2000), look, style_of(line), first="  ", rest="    ")
+            yield from wrap_line(show_text(text_of(line), 2000), look, style_of(line), first="  ", rest="    ")
     elif isinstance(block, Ranks) and look.terminal:
         yield from _ranks(block, look)
     elif isinstance(block, Verdict):  # curves and tiles are HTML's: what they show stands in tables too
         style: Style = "plain" if block.ok is None else "good" if block.ok else "bad"
-        for line in wrapped(shown(block.text, 2000), look, style):
+        for line in wrap_line(show_text(block.text, 2000), look, style):
             yield line
 
 
 def _title(title: str, look: Look) -> Iterator[str]:
     if title:
-        yield from wrapped(shown(title), look, "strong")
+        yield from wrap_line(show_text(title), look, "strong")
 
 
-def wrapped(text: str, look: Look, style: Style, *, first: str = "", rest: str = "  ") -> Iterator[str]:
+def wrap_line(text: str, look: Look, style: Style, *, first: str = "", rest: str = "  ") -> Iterator[str]:
     """Lines of at most the window's width, broken where `_break` says."""
     start = first
     while True:
@@ -153,16 +153,16 @@ def _fit(text: str, columns: int) -> int:
 def _facts(facts: Facts, look: Look) -> Iterator[str]:
     yield from _title(facts.title, look)
     indent = "  " if facts.title else ""
-    labels = [shown(label, 60) for label, _ in facts.rows]
+    labels = [show_text(label, 60) for label, _ in facts.rows]
     pad = min(max(map(cells, labels), default=0), max(look_width(look) // 3, LEAST_TEXT))
     hang = " " * (len(indent) + pad + GUTTER)
     for label, (_, value) in zip(labels, facts.rows, strict=True):
-        lines = list(wrapped(shown(text_of(value), 1000), look, style_of(value), first=hang, rest=hang))
+        lines = list(wrap_line(show_text(text_of(value), 1000), look, style_of(value), first=hang, rest=hang))
         if cells(label) <= pad:
             space = " " * (pad - cells(label) + GUTTER)
             yield indent + look.paint(label, "dim") + space + lines.pop(0)[len(hang) :]
         else:  # a label as long as a sentence stands above its value
-            yield from wrapped(label, look, "dim", first=indent, rest=indent)
+            yield from wrap_line(label, look, "dim", first=indent, rest=indent)
         yield from lines
 
 
@@ -173,7 +173,7 @@ def _ranks(block: Ranks, look: Look) -> Iterator[str]:
     side = max((len(text) for label, _ in block.rows for text in label), default=0)
     label = side + GUTTER if side else 0
     fit = max(1, (look_width(look) - label - 1) // (cell + 3))
-    yield from wrapped(shown(block.title), look, "strong")
+    yield from wrap_line(show_text(block.title), look, "strong")
     for start in range(0, len(block.across), fit):
         heads = (head.center(cell) for head in block.across[start : start + fit])
         yield " " * label + "".join(f"  {look.paint(head, 'dim')} " for head in heads).rstrip()
@@ -227,13 +227,13 @@ def _table(table: PageTable, look: Look) -> Iterator[str]:
     indents = table.indents or (0,) * len(table.rows)
     grid = _Grid(
         table.columns,
-        [[shown(text_of(cell)) for cell in row] for row in table.rows],
+        [[show_text(text_of(cell)) for cell in row] for row in table.rows],
         [[style_of(cell) for cell in row] for row in table.rows],
         [min(level, 12) * 2 for level in indents],
     )
     room = look_width(look) - base
     fitting = _without_missable(grid, room) if table.one_line else None
-    grid, widths = fitting or _narrowed(grid, room)
+    grid, widths = fitting or _narrow_grid(grid, room)
 
     frame = _Frame(grid.columns, widths, base, look)
     if any(column.title for column in grid.columns):
@@ -241,11 +241,11 @@ def _table(table: PageTable, look: Look) -> Iterator[str]:
     for texts, styles, indent in zip(grid.texts, grid.styles, grid.indents, strict=True):
         yield from _lines_of_row(texts, styles, indent, frame)
     if table.more:
-        yield from wrapped(shown(table.more), look, "dim", first=" " * base, rest=" " * base)
+        yield from wrap_line(show_text(table.more), look, "dim", first=" " * base, rest=" " * base)
     dropped = [column.title for column in table.columns if column not in grid.columns]
     if dropped:
         line = f"no room here for: {', '.join(dropped)}"
-        yield from wrapped(shown(line), look, "dim", first=" " * base, rest=" " * base)
+        yield from wrap_line(show_text(line), look, "dim", first=" " * base, rest=" " * base)
 
 
 class _Frame(NamedTuple):
@@ -279,7 +279,7 @@ def _lines_of_row(texts: Sequence[str], styles: Sequence[Style], indent: int, fr
         yield " " * base + _row(texts, styles, indent, frame)
         return
 
-    yield from wrapped(texts[0], look, styles[0], first=" " * (base + indent), rest=" " * (base + indent + 2))
+    yield from wrap_line(texts[0], look, styles[0], first=" " * (base + indent), rest=" " * (base + indent + 2))
     others = ["", *texts[1:]]
     if not any(others):
         return
@@ -294,7 +294,7 @@ def _lines_of_row(texts: Sequence[str], styles: Sequence[Style], indent: int, fr
     ]
     hang = " " * (base + HANG)
     style: Style = "dim" if styles[0] == "dim" else "plain"
-    yield from wrapped((" " * GUTTER).join(filter(None, labelled)), look, style, first=hang, rest=hang + "  ")
+    yield from wrap_line((" " * GUTTER).join(filter(None, labelled)), look, style, first=hang, rest=hang + "  ")
 
 
 def _without_missable(grid: _Grid, room: int) -> tuple[_Grid, list[int]] | None:
@@ -309,7 +309,7 @@ def _without_missable(grid: _Grid, room: int) -> tuple[_Grid, list[int]] | None:
         grid = grid.without(max(droppable)[1])
 
 
-def _narrowed(grid: _Grid, room: int) -> tuple[_Grid, list[int]]:
+def _narrow_grid(grid: _Grid, room: int) -> tuple[_Grid, list[int]]:
     """The grid with as few columns dropped, and the first column as little squeezed, as fits in `room`.
 
     Where the others leave no room for names, every name has a line of its own, and its numbers stand below it.

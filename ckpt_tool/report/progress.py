@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from ckpt_tool.core.progress import Progress, Silent
 from ckpt_tool.report.plain import Look, is_terminal, look_of, render
-from ckpt_tool.report.text import duration, shown, size
+from ckpt_tool.report.text import duration, show_text, size
 
 PLAIN_INTERVAL = 5.0  # seconds between two lines
 JSON_INTERVAL = 1.0
@@ -73,7 +73,7 @@ class _Meter:
             self._file = ""
             self._began = self._drawn = time.monotonic()
             self._running = True
-            self._opened()
+            self._show_start()
 
     def at(self, file: str) -> None:
         """The file that is being read or written now: of several threads, of the one that began last."""
@@ -85,13 +85,13 @@ class _Meter:
             now = time.monotonic()
             if now - self._drawn >= self.interval and self._running:
                 self._drawn = now
-                self._moved(now - self._began)
+                self._show_progress(now - self._began)
 
     def finish(self) -> None:
         with self._lock:
             if self._running:
                 self._running = False
-                self._closed(time.monotonic() - self._began)
+                self._show_end(time.monotonic() - self._began)
 
     def _say(self, text: str) -> None:
         """One write; a stream that is gone is given up."""
@@ -103,13 +103,13 @@ class _Meter:
         except (OSError, ValueError):
             self._stream = None
 
-    def _opened(self) -> None:
+    def _show_start(self) -> None:
         pass
 
-    def _moved(self, elapsed: float) -> None:
+    def _show_progress(self, elapsed: float) -> None:
         pass
 
-    def _closed(self, elapsed: float) -> None:
+    def _show_end(self, elapsed: float) -> None:
         pass
 
 
@@ -143,11 +143,11 @@ class PlainProgress(_Meter):
         if detail and not self._everything:
             return
         with self._lock:
-            self._say(f"{self._look.paint('note:', 'dim')} {shown(message, 2000)}\n")
+            self._say(f"{self._look.paint('note:', 'dim')} {show_text(message, 2000)}\n")
 
-    def _moved(self, elapsed: float) -> None:
+    def _show_progress(self, elapsed: float) -> None:
         speed = self._done / elapsed if elapsed > 0 else 0.0
-        file = f", {shown(self._file, 200)}" if self._file else ""
+        file = f", {show_text(self._file, 200)}" if self._file else ""
         if not self._total:
             self._say(f"{self._what}: {size(self._done)}, {size(speed)}/s{file}\n")
             return
@@ -157,7 +157,7 @@ class PlainProgress(_Meter):
             f"{self._what}: {percent}%, {size(self._done)} of {size(self._total)}, {size(speed)}/s, {left} left{file}\n"
         )
 
-    def _closed(self, elapsed: float) -> None:
+    def _show_end(self, elapsed: float) -> None:
         if elapsed >= self.interval:
             self._say(f"{self._what}: {size(self._done)} in {duration(elapsed)}\n")
 
@@ -216,12 +216,12 @@ class Bar(PlainProgress):
         )
         what = self._what if wide else self._what[: max(width - NUMBERS, 4)].rstrip()
         task = bar.add_task(what, total=self._total or None, file="")
-        self._draw = lambda done, file: bar.update(task, completed=done, file=shown(file, 200))
+        self._draw = lambda done, file: bar.update(task, completed=done, file=show_text(file, 200))
         self._stop = bar.stop
         self._print = lambda text: console.print(text, end="", soft_wrap=True)
-        self._guarded(bar.start)
+        self._guard_drawing(bar.start)
 
-    def _guarded(self, call: Callable[[], None]) -> None:
+    def _guard_drawing(self, call: Callable[[], None]) -> None:
         """Draw; when the terminal is gone, go on without."""
         try:
             call()
@@ -229,17 +229,17 @@ class Bar(PlainProgress):
             self._stream = None
             self._draw = self._stop = self._print = None
 
-    def _moved(self, elapsed: float) -> None:
+    def _show_progress(self, elapsed: float) -> None:
         if self._draw is None and self._stream is not None and elapsed >= BAR_PATIENCE:
             self._show()
         draw = self._draw
         if draw is not None:
-            self._guarded(lambda: draw(self._done, self._file))
+            self._guard_drawing(lambda: draw(self._done, self._file))
 
-    def _closed(self, elapsed: float) -> None:
+    def _show_end(self, elapsed: float) -> None:
         """Take the bar away; the verdict that follows says how long it took."""
         if self._stop is not None:
-            self._guarded(self._stop)
+            self._guard_drawing(self._stop)
         self._draw = self._stop = self._print = None
 
     def _say(self, text: str) -> None:
@@ -249,7 +249,7 @@ class Bar(PlainProgress):
         else:  # above the running bar
             from rich.text import Text
 
-            self._guarded(lambda: printer(Text.from_ansi(text)))  # type: ignore[arg-type]
+            self._guard_drawing(lambda: printer(Text.from_ansi(text)))  # type: ignore[arg-type]
 
 
 class JsonLines(_Meter):
@@ -267,13 +267,13 @@ class JsonLines(_Meter):
         with self._lock:
             self._say(json.dumps({"schema_version": 1, "event": event, **fields}) + "\n")
 
-    def _opened(self) -> None:
+    def _show_start(self) -> None:
         self._event("start", what=self._what, total_bytes=self._total)
 
-    def _moved(self, elapsed: float) -> None:
+    def _show_progress(self, elapsed: float) -> None:
         file = {"file": self._file} if self._file else {}
         said = {"bytes": self._done, "total_bytes": self._total, "elapsed_s": round(elapsed, 3), **file}
         self._event("progress", what=self._what, **said)
 
-    def _closed(self, elapsed: float) -> None:
+    def _show_end(self, elapsed: float) -> None:
         self._event("finish", what=self._what, bytes=self._done, total_bytes=self._total, elapsed_s=round(elapsed, 3))

@@ -71,19 +71,19 @@ def _grid(dims: Sequence[str], holders: Sequence[Holder]) -> Ranks:
         rows.setdefault(at, {})[holder.coords[across]] = (size(holder.nbytes), plural(tensors, "tensor"))
     names = {at: rank_name(dict(zip(down, at, strict=True))) for at in sorted(rows)}
     every = [((names[at],), tuple(rows[at].get(column) for column in columns)) for at in sorted(rows)]
-    shown = " x ".join(f"{dim} {degrees[dim]}" for dim in sorted(dims, key=_listed) if degrees[dim] > 1)
+    shown = " x ".join(f"{dim} {degrees[dim]}" for dim in sorted(dims, key=_find_dim_order) if degrees[dim] > 1)
     title = f"what each rank holds ({shown or rank_name(holders[0].coords)})"
-    return Ranks(title, tuple(f"{across} {column}" for column in columns), tuple(_folded(every)))
+    return Ranks(title, tuple(f"{across} {column}" for column in columns), tuple(_fold_rows(every)))
 
 
-def _listed(dim: str) -> int:
+def _find_dim_order(dim: str) -> int:
     return DIMS.index(dim) if dim in DIMS else -1
 
 
 Row = tuple[tuple[str, ...], tuple[tuple[str, ...] | None, ...]]
 
 
-def _folded(rows: Sequence[Row]) -> Iterator[Row]:
+def _fold_rows(rows: Sequence[Row]) -> Iterator[Row]:
     """Rows as they are; of very many, those that follow each other and hold the same as one, from the first to the
     last."""
     if len(rows) <= ROWS:

@@ -25,14 +25,14 @@ def escape(text: str) -> str:
     They appear as `\\x1b`, `\\u202e`; printable text of any script stays as it is.
     """
     if not text.isprintable():
-        text = "".join(char if char.isprintable() else _spelled(char) for char in text)
+        text = "".join(char if char.isprintable() else _escape_char(char) for char in text)
     if text.lstrip().startswith(_COMMAND_STARTS):
         head = len(text) - len(text.lstrip())
         text = text[:head] + f"\\x{ord(text[head]):02x}" + text[head + 1 :]
     return text
 
 
-def _spelled(char: str) -> str:
+def _escape_char(char: str) -> str:
     code = ord(char)
     if char in "\n\r\t":
         return {"\n": "\\n", "\r": "\\r", "\t": "\\t"}[char]
@@ -50,7 +50,7 @@ def clip(text: str, limit: int = CLIP) -> str:
     return text[:head] + note + text[len(text) - (limit - len(note) - head) :]
 
 
-def shown(text: str, limit: int = CLIP) -> str:
+def show_text(text: str, limit: int = CLIP) -> str:
     """`text` as a terminal may show it: clipped first, so that a name of megabytes costs nothing, then escaped."""
     return escape(clip(text, limit))
 

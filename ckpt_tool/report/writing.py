@@ -26,7 +26,7 @@ def before(document: Document, *, everything: bool = False) -> Page:
     """The plan: from where to where, how much, and what will not be as requested."""
     blocks: list[Block] = [Facts(tuple(_plan_rows(document)))]
     blocks += _travelling(document)
-    blocks += _replaced(document, everything=everything)
+    blocks += _list_replaced(document, everything=everything)
     blocks += warnings_of(document, everything=everything)
     blocks += list_names(document, everything=everything)
     return Page("ckpt plan", tuple(blocks))
@@ -46,11 +46,11 @@ def after(document: Document, *, everything: bool = False, shown: bool = False) 
     """The result: the plan, what it lost, and one line that says it is done. shown: the plan has been shown already."""
     blocks = () if shown else before(document, everything=everything).blocks
     if "elapsed_s" not in document:
-        return Page("ckpt plan", (*blocks, Verdict(None, _unmoved(document))))
+        return Page("ckpt plan", (*blocks, Verdict(None, _describe_unmoved(document))))
     lossy = document.get("overflows") or {}
     texts = [f"{name}: {plural(int(number), 'value')}" for name, number in lossy.items()]
     lost = (
-        [_listed("beyond the range of the dtype they were cast to", texts, "tensor", everything, style=True)]
+        [_list_lines("beyond the range of the dtype they were cast to", texts, "tensor", everything, style=True)]
         if lossy
         else []
     )
@@ -70,7 +70,7 @@ def _errors(document: Document, *, everything: bool) -> list[Block]:
     return [PageTable(title if len(listed) == len(rows) else f"{title}, the worst", columns, cells)]
 
 
-def _unmoved(document: Document) -> str:
+def _describe_unmoved(document: Document) -> str:
     """What came of a run that moved no byte."""
     saved = document.get("plan_file")
     job = document.get("job_file")
@@ -115,13 +115,13 @@ def _device_rows(device: Document) -> list[tuple[str, Cell]]:
     return rows
 
 
-def _replaced(document: Document, *, everything: bool) -> list[Block]:
+def _list_replaced(document: Document, *, everything: bool) -> list[Block]:
     """The files that `--force` removes once the new output is in place."""
     replaced = document.get("replaces")
     if not replaced:
         return []
     title = f"--force replaces {plural(int(replaced['files']), 'file')}, {size(replaced['bytes'])}"
-    return [_listed(title, list(map(str, replaced["names"])), "file", everything, style=True)]
+    return [_list_lines(title, list(map(str, replaced["names"])), "file", everything, style=True)]
 
 
 def _kind(side: Document) -> str:
@@ -147,27 +147,29 @@ def warnings_of(document: Document, *, everything: bool) -> list[Block]:
     blocks: list[Block] = []
     fallbacks = document.get("fallbacks") or ()
     if fallbacks:
-        blocks.append(_listed("fallbacks", [fallback_text(f) for f in fallbacks], "fallback", everything, style=True))
+        blocks.append(
+            _list_lines("fallbacks", [fallback_text(f) for f in fallbacks], "fallback", everything, style=True)
+        )
     removed = document.get("removed") or ()
     if removed:
-        blocks.append(_removed(document, removed, everything=everything))
+        blocks.append(_describe_removed(document, removed, everything=everything))
     dropped = document.get("dropped") or ()
     gone = [entry for entry in dropped if entry.get("tensors") or entry.get("bytes") or entry.get("names")]
     if gone:
-        blocks.append(_listed("left out", [_dropped(entry) for entry in gone], "entry", everything))
+        blocks.append(_list_lines("left out", [_describe_dropped(entry) for entry in gone], "entry", everything))
     others = [f"{entry.get('state', '')}: {entry.get('reason', '')}" for entry in dropped if entry not in gone]
     if others:
-        blocks.append(_listed("made again", others, "entry", everything))
+        blocks.append(_list_lines("made again", others, "entry", everything))
     stays = (document.get("quantized") or {}).get("stays") or {}
     if stays:
         texts = [f"{plural(int(number), 'tensor')}: {why}" for why, number in stays.items()]
-        blocks.append(_listed("not quantised", texts, "reason", everything))
+        blocks.append(_list_lines("not quantised", texts, "reason", everything))
     if document.get("notes"):
         blocks.append(Lines("notes", tuple(note_text(note) for note in document["notes"])))
     return blocks
 
 
-def _listed(title: str, texts: list[str], noun: str, everything: bool, *, style: bool = False) -> Lines:
+def _list_lines(title: str, texts: list[str], noun: str, everything: bool, *, style: bool = False) -> Lines:
     listed = texts if everything else texts[:LISTED]
     lines: list[Cell] = [Styled(text, "warn") if style else text for text in listed]
     if len(texts) > len(listed):
@@ -198,7 +200,7 @@ def cut_text(reason: str, used: str) -> str:
     return how.get(reason, f"cut by {used}" if used else "replicated")
 
 
-def _removed(document: Document, removed: Sequence[Document], *, everything: bool) -> Block:
+def _describe_removed(document: Document, removed: Sequence[Document], *, everything: bool) -> Block:
     """By state: how many tensors and bytes went. With -v their names."""
     states: dict[str, list[int]] = {}
     for tensor in removed:
@@ -212,7 +214,7 @@ def _removed(document: Document, removed: Sequence[Document], *, everything: boo
     return Lines(f"removed {plural(len(removed), 'tensor')}, {size(total)}", tuple(lines))
 
 
-def _dropped(entry: Document) -> str:
+def _describe_dropped(entry: Document) -> str:
     """`exp_avg: 291 tensors, 26.0 GB (safetensors holds the model only)`."""
     parts = [plural(int(entry["tensors"]), "tensor")] if entry.get("tensors") else []
     parts += [size(entry["bytes"])] if entry.get("bytes") else []

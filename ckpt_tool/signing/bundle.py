@@ -41,7 +41,7 @@ class Signed(NamedTuple):
 
     def by(self, key: PublicKey) -> str:
         """Why it is not this key's, "" where it is."""
-        if key.made(self.signature, _encoded(self.payload)):
+        if key.made(self.signature, _encode_envelope(self.payload)):
             return ""
         if self.hint and self.hint != key.hint:
             return f"it is by another key: {self.hint[:16]}..., and the one given is {key.hint[:16]}..."
@@ -50,7 +50,7 @@ class Signed(NamedTuple):
 
 def sign(payload: bytes, key: PrivateKey) -> bytes:
     """The bundle of a statement."""
-    signature = {"sig": b64encode(key.sign(_encoded(payload))).decode(), "keyid": ""}
+    signature = {"sig": b64encode(key.sign(_encode_envelope(payload))).decode(), "keyid": ""}
     envelope = {"payload": b64encode(payload).decode(), "payloadType": PAYLOAD_TYPE, "signatures": [signature]}
     material = {"publicKey": {"hint": key.public.hint}, "tlogEntries": list[Any]()}
     bundle = {"mediaType": MEDIA_TYPE, "verificationMaterial": material, "dsseEnvelope": envelope}
@@ -62,7 +62,7 @@ def is_bundle(document: Any) -> bool:
     return isinstance(document, dict) and ("mediaType" in document or "dsseEnvelope" in document)
 
 
-def unpacked(document: Any, path: str) -> Signed:
+def unpack_bundle(document: Any, path: str) -> Signed:
     """A bundle's statement and signature, which nobody has checked yet. Raises CorruptFile E1683."""
     try:
         if document["mediaType"] != MEDIA_TYPE:
@@ -93,5 +93,5 @@ def _unread(path: str, why: str) -> CorruptFile:
     return CorruptFile(f"the signature can't be read: {why}", code="E1683", path=path, hint=_HINT)
 
 
-def _encoded(payload: bytes) -> bytes:
+def _encode_envelope(payload: bytes) -> bytes:
     return b"DSSEv1 %d %s %d %s" % (len(PAYLOAD_TYPE), PAYLOAD_TYPE.encode(), len(payload), payload)

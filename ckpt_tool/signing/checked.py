@@ -21,7 +21,7 @@ from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentChe
 from ckpt_tool.run.scan import each_of
 from ckpt_tool.signing import bundle
 from ckpt_tool.signing.keys import PublicKey, public_key
-from ckpt_tool.signing.statements import PROVENANCE, SIGNATURE, SIGNATURE_FILE, Digest, ListedFile, listed
+from ckpt_tool.signing.statements import PROVENANCE, SIGNATURE, SIGNATURE_FILE, Digest, ListedFile, list_statement_files
 from ckpt_tool.storage.source import Tree
 
 _BLOCK = 1 << 20  # bytes read at a time
@@ -52,32 +52,34 @@ def check(tree: Tree, key_file: str | None, attestation: str | None, progress: P
     key = public_key(key_file) if key_file is not None else None
     faults = list[CkptError]()
     claims = list[_Claim]()
-    said: dict[str, dict[str, Any] | None] = {"signature": None, "attestation": None}
+    statements: dict[str, dict[str, Any] | None] = {"signature": None, "attestation": None}
     sealed = tree.single is None and tree.exists(SIGNATURE_FILE)
     if sealed:
         raw = tree.read_whole(SIGNATURE_FILE, limit=bundle.LIMIT)
-        shown = tree.display(SIGNATURE_FILE)
-        said["signature"] = _take(raw, shown, SIGNATURE, key, SIGNATURE_FILE, claims, faults)
+        signature_path = tree.display(SIGNATURE_FILE)
+        statements["signature"] = _take(raw, signature_path, SIGNATURE, key, SIGNATURE_FILE, claims, faults)
     if attestation is not None:
-        own = _within(tree, attestation)
-        said["attestation"] = _take(_read(attestation), attestation, PROVENANCE, key, own, claims, faults)
+        attestation_path = _relative_to_tree(tree, attestation)
+        statements["attestation"] = _take(
+            _read(attestation), attestation, PROVENANCE, key, attestation_path, claims, faults
+        )
     if key is not None:
-        faults += _unsigned(said, claims, tree.display(SIGNATURE_FILE))
+        faults += _find_unsigned(statements, claims, tree.display(SIGNATURE_FILE))
     if claims:
         have = _hashes(tree, claims, progress) if contents else None
         for claim in claims:
-            faults += _held(tree, claim, have)
+            faults += _compare_files(tree, claim, have)
             ignored = _list_ignored(tree, claim)
             if ignored:
                 claim.said["ignored"] = ignored
-    return Checked(faults, said)
+    return Checked(faults, statements)
 
 
-def _unsigned(said: Mapping[str, dict[str, Any] | None], claims: list[_Claim], path: str) -> Iterator[CkptError]:
+def _find_unsigned(said: Mapping[str, dict[str, Any] | None], claims: list[_Claim], path: str) -> Iterator[CkptError]:
     """What `--key` was given for and nobody has signed: an attestation may lie among the files that are."""
     signature = said["signature"]
     attested = said["attestation"]
-    if not any(one and one["signed"] for one in (signature, attested)):
+    if not any(statement and statement["signed"] for statement in (signature, attested)):
         yield _nothing("nothing here is signed", path)
     elif attested and not attested["signed"]:
         signed = {digest.path for claim in claims if claim.own == SIGNATURE_FILE for digest in claim.files.digests}
@@ -109,15 +111,15 @@ def _take(
         statement = bundle.document_of(raw, path)
         if bundle.is_bundle(statement) or wanted == SIGNATURE:
             said["signed"] = True
-            signed = bundle.unpacked(statement, path)
+            signed = bundle.unpack_bundle(statement, path)
             said["key"] = signed.hint or None
             statement = bundle.document_of(signed.payload, path)
-            why = signed.by(key) if key is not None else ""
-            said["authentic"] = None if key is None else not why
-            if why:
+            reason = signed.by(key) if key is not None else ""
+            said["authentic"] = None if key is None else not reason
+            if reason:
                 hint = "if the key is the right one, the checkpoint is not from whom it is said to be: do not use it"
-                faults.append(CorruptFile(why, code="E1684", path=path, hint=hint))
-        files = listed(statement, path, wanted)
+                faults.append(CorruptFile(reason, code="E1684", path=path, hint=hint))
+        files = list_statement_files(statement, path, wanted)
     except CorruptFile as e:
         faults.append(e)
         return said
@@ -134,7 +136,7 @@ def _read(path: str) -> bytes:
         raise wrap_os_error(e, path, "reading the attestation") from e
 
 
-def _within(tree: Tree, path: str) -> str | None:
+def _relative_to_tree(tree: Tree, path: str) -> str | None:
     """The file as a path below the tree, None where it lies elsewhere."""
     if not tree.local:
         return None
@@ -171,33 +173,33 @@ def _hashes(tree: Tree, claims: list[_Claim], progress: Progress) -> _Have:
     return found
 
 
-def _held(tree: Tree, claim: _Claim, have: _Have | None) -> Iterator[CkptError]:
+def _compare_files(tree: Tree, claim: _Claim, have: _Have | None) -> Iterator[CkptError]:
     """What differs between the files that are there and those that a claim names. have: None where none was hashed."""
-    there = tree.listing()
+    listing = tree.listing()
     parts = defaultdict[str, list[Digest]](list)
     for digest in claim.files.digests:
         parts[digest.path].append(digest)
     for path, digests in sorted(parts.items()):
-        if path not in there:
+        if path not in listing:
             yield Incomplete(
                 f"{path} is missing: {claim.name} names it",
                 code="E1686",
                 path=tree.display(path),
                 hint="fetch the file from where the checkpoint comes from",
             )
-        elif why := _differs(digests, there[path], have):
+        elif difference := _differs(digests, listing[path], have):
             yield CorruptFile(
-                f"{path} is not what {claim.name} names: {why}",
+                f"{path} is not what {claim.name} names: {difference}",
                 code="E1685",
                 path=tree.display(path),
                 hint="it was damaged or changed after it was written: get it again",
             )
     # What the listing does not show is there all the same: a folder of which nothing is signed is named as a whole.
-    for path in (*there, *tree.left_out):
+    for path in (*listing, *tree.left_out):
         if path not in parts and path != claim.own and not claim.files.ignores(path):
-            where = f" ({tree.left_out[path]})" if path in tree.left_out else ""
+            suffix = f" ({tree.left_out[path]})" if path in tree.left_out else ""
             yield InconsistentCheckpoint(
-                f"{path}{where} is not among the files that {claim.name} names",
+                f"{path}{suffix} is not among the files that {claim.name} names",
                 code="E1687",
                 path=tree.display(path),
                 hint="it was added after the checkpoint was written: remove it, or find out where it comes from",
@@ -215,15 +217,15 @@ def _differs(digests: list[Digest], size: int, have: _Have | None) -> str:
     """How a file is not what its digests say; "" where it is."""
     if size < 0:
         return "it is no regular file, or a link that is not followed"
-    at = 0
+    position = 0
     for digest in sorted(digests, key=lambda digest: digest.start):
         stop = size if digest.stop is None else digest.stop
-        if digest.start != at or stop < at:
-            return f"bytes from {at} on are in no part that is named"
+        if digest.start != position or stop < position:
+            return f"bytes from {position} on are in no part that is named"
         if stop > size:
             return f"it has {size} bytes, and {stop} were there"
-        at = stop
-        found = None if have is None else have.get((digest.path, digest.algorithm, digest.start, digest.stop))
-        if found is not None and found != digest.hex:
-            return f"its {digest.algorithm.upper()} is {found[:16]}..., and was {digest.hex[:16]}..."
-    return "" if at == size else f"it has {size} bytes, and {at} were there"
+        position = stop
+        digest_found = None if have is None else have.get((digest.path, digest.algorithm, digest.start, digest.stop))
+        if digest_found is not None and digest_found != digest.hex:
+            return f"its {digest.algorithm.upper()} is {digest_found[:16]}..., and was {digest.hex[:16]}..."
+    return "" if position == size else f"it has {size} bytes, and {position} were there"

@@ -67,7 +67,7 @@ def private_key(path: str) -> PrivateKey:
     except (ValueError, TypeError) as e:
         wrong = f"it does not open with the passphrase in {PASSWORD}" if encrypted else "it is no private key in PEM"
         raise _unfit(path, wrong, _MAKE) from e
-    except _unsupported() as e:
+    except _get_unsupported_error() as e:
         raise _unfit(path, str(e), _MAKE) from e
     return PrivateKey(_public(path, key), key)
 
@@ -79,9 +79,9 @@ def public_key(path: str) -> PublicKey:
         key = serialization.load_pem_public_key(_read(path))
     except ValueError as e:
         raise _unfit(path, "it is no public key in PEM", "openssl ec -in key.pem -pubout -out key.pub makes it") from e
-    except _unsupported() as e:
+    except _get_unsupported_error() as e:
         raise _unfit(path, str(e), _MAKE) from e
-    return _checked(path, key)
+    return _check_key(path, key)
 
 
 _MAKE = "openssl ecparam -name prime256v1 -genkey -noout -out key.pem makes one"
@@ -89,10 +89,10 @@ _MAKE = "openssl ecparam -name prime256v1 -genkey -noout -out key.pem makes one"
 
 def _public(path: str, key: Any) -> PublicKey:
     """The public half of a private key."""
-    return _checked(path, key.public_key())
+    return _check_key(path, key.public_key())
 
 
-def _checked(path: str, key: Any) -> PublicKey:
+def _check_key(path: str, key: Any) -> PublicKey:
     _, serialization = _package()
     curve = getattr(getattr(key, "curve", None), "name", "")
     if curve not in _HASHES:
@@ -108,7 +108,7 @@ def _ecdsa(key: Any, *, deterministic: bool = False) -> Any:
 
     hashing = getattr(hashes, _HASHES[key.curve.name])()
     if deterministic:
-        with suppress(TypeError, _unsupported()):
+        with suppress(TypeError, _get_unsupported_error()):
             return ec.ECDSA(hashing, deterministic_signing=True)
     return ec.ECDSA(hashing)
 
@@ -121,11 +121,11 @@ def _package() -> tuple[Any, Any]:
     return hashes, serialization
 
 
-def _unsupported() -> type[Exception]:
+def _get_unsupported_error() -> type[Exception]:
     from cryptography.exceptions import UnsupportedAlgorithm
 
-    found: type[Exception] = UnsupportedAlgorithm
-    return found
+    error_type: type[Exception] = UnsupportedAlgorithm
+    return error_type
 
 
 def _read(path: str) -> bytes:

@@ -83,9 +83,9 @@ class Seal:
                 self.writing, "an output of one file has no folder for it", "write a folder: a name without a suffix"
             )
         names = [*(file.path for file in plan.outputs), *self.names]
-        for path, why in output_faults(names):
+        for path, reason in output_faults(names):
             if path in self.names:
-                raise _no(self.writing, f"{path} {why}", "name another file")
+                raise _no(self.writing, f"{path} {reason}", "name another file")
         if self.attest and not self.inside:
             check_beside(self.attest, "--attest", (tree.display() for tree in trees.values() if tree.local), ())
         return replace(self, plan=plan, trees=trees, began=_now())
@@ -142,14 +142,14 @@ class Seal:
         python = ".".join(map(str, sys.version_info[:3]))
         command = ["ckpt", *self.writing.command]
         target = {key: value for key, value in report.get("target", {}).items() if key != "files"}
-        given = {"command": command, "source": report.get("source"), "target": target}
-        here = _uri(str(self.destination))
+        parameters = {"command": command, "source": report.get("source"), "target": target}
+        output_uri = _uri(str(self.destination))
         return provenance(
             hashes,
-            parameters=given,
+            parameters=parameters,
             internal={"plan": self.plan.identifier() if self.plan else "", "verify": self.writing.verify},
-            sources=[*self._sources(), *_summed("tensors as read", here, result.digests)],
-            byproducts=_summed("tensors as written", here, result.digests_out),
+            sources=[*self._sources(), *_describe_digests("tensors as read", output_uri, result.digests)],
+            byproducts=_describe_digests("tensors as written", output_uri, result.digests_out),
             versions={"ckpt-tool": version, "python": python},
             began=self.began,
             ended=_now(),
@@ -157,15 +157,19 @@ class Seal:
 
     def _sources(self) -> Iterator[dict[str, Any]]:
         """What was read of, file by file, by place, size and time."""
-        seen = dict[str, dict[str, Any]]()
+        sources = dict[str, dict[str, Any]]()
         for file in self.plan.sources if self.plan else ():
             for tree, path in self.trees[file.root].files_behind(file.path):
-                shown = tree.display(path)
-                if shown not in seen:
-                    found = tree.identity(path)
-                    said = {"bytes": found.size, "mtime_ns": found.mtime_ns} if tree.local else {"bytes": found.size}
-                    seen[shown] = {"name": path, "uri": _uri(shown), "annotations": {"ckpt": said}}
-        yield from seen.values()
+                display_path = tree.display(path)
+                if display_path not in sources:
+                    identity = tree.identity(path)
+                    facts = (
+                        {"bytes": identity.size, "mtime_ns": identity.mtime_ns}
+                        if tree.local
+                        else {"bytes": identity.size}
+                    )
+                    sources[display_path] = {"name": path, "uri": _uri(display_path), "annotations": {"ckpt": facts}}
+        yield from sources.values()
 
 
 def seal_of(writing: Writing, destination: Place, *, part: str = "") -> Seal | None:
@@ -179,8 +183,8 @@ def seal_of(writing: Writing, destination: Place, *, part: str = "") -> Seal | N
     if writing.plan_file or writing.emit:
         raise _no(writing, "a plan that is saved is sealed by who carries it out", "give it to ckpt apply")
     if isinstance(destination, RemotePlace):
-        why = "parts of objects are sent to a store in any order, and none is read again"
-        raise _no(writing, why, "write to a local folder, and upload that")
+        reason = "parts of objects are sent to a store in any order, and none is read again"
+        raise _no(writing, reason, "write to a local folder, and upload that")
     if part or writing.ray:
         raise _no(
             writing,
@@ -193,8 +197,8 @@ def seal_of(writing: Writing, destination: Place, *, part: str = "") -> Seal | N
     inside = None
     if writing.attest:
         inside = _below(writing.attest, destination)
-        if inside is not None and (why := unfit(inside)):
-            raise _no(writing, f"{inside} {why}", "name another file")
+        if inside is not None and (reason := unfit(inside)):
+            raise _no(writing, f"{inside} {reason}", "name another file")
     seal = Seal(destination, key, writing.attest, inside, writing)
     if writing.attest and inside is None:
         check_apart({"--sign": writing.sign, "--attest": writing.attest})
@@ -215,14 +219,14 @@ def _no(writing: Writing, why: str, hint: str) -> UsageError:
     return UsageError(f"{option} can't be had here: {why}", code="E1682", hint=hint)
 
 
-def _summed(name: str, uri: str, digests: Mapping[TensorKey, str]) -> list[dict[str, Any]]:
+def _describe_digests(name: str, uri: str, digests: Mapping[TensorKey, str]) -> list[dict[str, Any]]:
     """One descriptor of tensors by their digests; none where none were taken."""
     if not digests:
         return []
     lines = sorted(f"{key.state}\t{key.name}\t{digest}\n" for key, digest in digests.items())
-    found = hashlib.sha256("".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
-    said = {"tensors": len(lines), "sum": found, "sum_is": _SUM}
-    return [{"name": name, "uri": uri, "annotations": {"ckpt": said}}]
+    total_digest = hashlib.sha256("".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
+    annotations = {"tensors": len(lines), "sum": total_digest, "sum_is": _SUM}
+    return [{"name": name, "uri": uri, "annotations": {"ckpt": annotations}}]
 
 
 def _uri(shown: str) -> str:

@@ -45,13 +45,13 @@ class ListedFile(NamedTuple):
     ignored: Sequence[str]
 
     def ignores(self, path: str) -> bool:
-        return any(path == each or path.startswith(f"{each}/") for each in self.ignored)
+        return any(path == ignored_path or path.startswith(f"{ignored_path}/") for ignored_path in self.ignored)
 
 
 def signature(name: str, hashes: Mapping[str, str]) -> bytes:
     """The statement that is signed of a model. hashes: path -> SHA-256 in hex."""
     paths = sorted(hashes, key=lambda path: path.split("/"))
-    whole = hashlib.sha256(b"".join(bytes.fromhex(hashes[path]) for path in paths)).hexdigest()
+    root_digest = hashlib.sha256(b"".join(bytes.fromhex(hashes[path]) for path in paths)).hexdigest()
     predicate = {
         "serialization": {
             "method": "files",
@@ -61,7 +61,7 @@ def signature(name: str, hashes: Mapping[str, str]) -> bytes:
         },
         "resources": [{"name": path, "algorithm": "sha256", "digest": hashes[path]} for path in paths],
     }
-    return _text(SIGNATURE, [{"name": name, "digest": {"sha256": whole}}], predicate)
+    return _text(SIGNATURE, [{"name": name, "digest": {"sha256": root_digest}}], predicate)
 
 
 def provenance(
@@ -101,7 +101,7 @@ def _text(predicate_type: str, subjects: Sequence[Mapping[str, Any]], predicate:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def listed(statement: Any, path: str, wanted: str) -> ListedFile:
+def list_statement_files(statement: Any, path: str, wanted: str) -> ListedFile:
     """The files of a statement whose predicate is `wanted`. path: of the file, for messages. Raises CorruptFile
     E1683."""
     try:
@@ -111,46 +111,50 @@ def listed(statement: Any, path: str, wanted: str) -> ListedFile:
             raise _unread(
                 path, f"it is {str(kind)[:60]!r} of {str(predicate_type)[:80]!r}, want {STATEMENT} of {wanted}"
             )
-        found = _signed(statement, path) if wanted == SIGNATURE else _attested(statement)
-        for digest in found.digests:
+        listed_file = _list_signed(statement, path) if wanted == SIGNATURE else _list_attested(statement)
+        for digest in listed_file.digests:
             if not isinstance(digest.path, str) or len(bytes.fromhex(digest.hex)) < 16:
                 raise ValueError(f"no digest of a file: {str(digest)[:80]}")
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as e:
         raise _unread(path, f"it lacks a part, or one has another kind ({type(e).__name__}: {e})") from e
-    names = [digest[:1] + digest[3:] for digest in found.digests]
+    names = [digest[:1] + digest[3:] for digest in listed_file.digests]
     if len(set(names)) < len(names) or not names:
         raise _unread(path, "a file appears in it twice" if names else "it names no file")
-    return found
+    return listed_file
 
 
-def _signed(statement: Any, path: str) -> ListedFile:
+def _list_signed(statement: Any, path: str) -> ListedFile:
     predicate, (subject,) = statement["predicate"], statement["subject"]
-    how = predicate["serialization"]
+    serialization = predicate["serialization"]
     resources = predicate["resources"]
-    if how["method"] not in ("files", "shards"):
-        raise _unread(path, f"files are hashed by the method {str(how['method'])[:40]!r}, want files or shards")
+    if serialization["method"] not in ("files", "shards"):
+        raise _unread(
+            path, f"files are hashed by the method {str(serialization['method'])[:40]!r}, want files or shards"
+        )
     digests = []
-    whole = hashlib.sha256()
-    for each in resources:
-        algorithm = each["algorithm"].partition("-")[0]  # "sha256-sharded-1000000000"
+    hasher = hashlib.sha256()
+    for resource in resources:
+        algorithm = resource["algorithm"].partition("-")[0]  # "sha256-sharded-1000000000"
         if algorithm not in ALGORITHMS:
             raise _unread(path, f"files are hashed with {algorithm[:40]!r}, want {' or '.join(ALGORITHMS)}")
-        whole.update(bytes.fromhex(each["digest"]))
-        name = each["name"]
+        hasher.update(bytes.fromhex(resource["digest"]))
+        name = resource["name"]
         start = 0
         stop = None
-        if how["method"] == "shards":
+        if serialization["method"] == "shards":
             name, low, high = name.rsplit(":", 2)
             start = int(low)
             stop = int(high)
-        digests.append(Digest(name, algorithm, each["digest"].lower(), start, stop))
-    if whole.hexdigest() != subject["digest"]["sha256"]:
+        digests.append(Digest(name, algorithm, resource["digest"].lower(), start, stop))
+    if hasher.hexdigest() != subject["digest"]["sha256"]:
         raise _unread(path, "its digest of the whole model is not that of the files it names")
-    return ListedFile(digests, (*map(str, how.get("ignore_paths", ())), SIGNATURE_FILE, *GIT))
+    return ListedFile(digests, (*map(str, serialization.get("ignore_paths", ())), SIGNATURE_FILE, *GIT))
 
 
-def _attested(statement: Any) -> ListedFile:
-    digests = [Digest(each["name"], "sha256", each["digest"]["sha256"].lower()) for each in statement["subject"]]
+def _list_attested(statement: Any) -> ListedFile:
+    digests = [
+        Digest(resource["name"], "sha256", resource["digest"]["sha256"].lower()) for resource in statement["subject"]
+    ]
     return ListedFile(digests, (SIGNATURE_FILE, *GIT))
 
 

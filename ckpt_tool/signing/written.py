@@ -21,7 +21,7 @@ _STARTS = (  # how a statement and a bundle begin, as `statements` and `bundle` 
 
 def is_statement(raw: bytes) -> bool:
     """Is it a signature of a folder or an attestation of an output, signed or not?"""
-    document = _parsed(raw)
+    document = _parse_object(raw)
     envelope = document.get("dsseEnvelope")
     if isinstance(envelope, dict):
         document = _payload(envelope)
@@ -30,7 +30,7 @@ def is_statement(raw: bytes) -> bool:
 
 def is_attestation(raw: bytes) -> bool:
     """Is it an attestation that `--attest` wrote, signed or not? One of another builder is theirs."""
-    document = _parsed(raw)
+    document = _parse_object(raw)
     envelope = document.get("dsseEnvelope")
     if isinstance(envelope, dict):
         document = _payload(envelope)
@@ -47,12 +47,12 @@ def is_begun(raw: bytes) -> bool:
 
 def _payload(envelope: dict[str, Any]) -> dict[str, Any]:
     try:
-        return _parsed(b64decode(str(envelope.get("payload")), validate=True))
+        return _parse_object(b64decode(str(envelope.get("payload")), validate=True))
     except ValueError:
         return {}
 
 
-def _parsed(raw: bytes) -> dict[str, Any]:
+def _parse_object(raw: bytes) -> dict[str, Any]:
     """The JSON object, {} for anything else."""
     try:
         value = json.loads(raw)

@@ -279,7 +279,7 @@ def _merged(config: Mapping[str, Any], args: Mapping[str, Any]) -> ModelConfig:
         kind_of,
         language_model,
         megatron_args,
-        with_ahead,
+        set_mtp_layers,
     )
     from ckpt_tool.families.models import CLASSES, family_of, known_family
 
@@ -289,7 +289,7 @@ def _merged(config: Mapping[str, Any], args: Mapping[str, Any]) -> ModelConfig:
         return ModelConfig(config, file=True)
     mine = megatron_args(config).config
     if not args.get("mtp_num_layers"):  # transformers names MTP layers in the config, and leaves their tensors out
-        mine = with_ahead(mine, 0)
+        mine = set_mtp_layers(mine, 0)
     wrong = list(differing(args, mine))
     if not wrong:
         return ModelConfig(config, file=True)

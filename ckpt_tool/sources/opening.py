@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckpt_tool.core.catalog import Catalog, Note, Unread
 from ckpt_tool.core.extras import names_in
 from ckpt_tool.core.gc_pause import gc_paused
-from ckpt_tool.core.report_data import for_report
+from ckpt_tool.core.report_data import keep_for_report
 from ckpt_tool.core.tensor import EXTRAS, MODEL, TensorKey
 from ckpt_tool.errors import CorruptFile, Incomplete, InputError, UnknownFormat, UnsafeInput, several_steps
 from ckpt_tool.formats import checksums, registry
@@ -147,7 +147,7 @@ def open_source(src: str, reading: Reading, *, hidden: frozenset[str] = frozense
     given.hidden = hidden
     try:
         opened = _opened(given, reading)
-        for_report("checkpoint", partial(_checkpoint, opened))
+        keep_for_report("checkpoint", partial(_checkpoint, opened))
         return opened
     except InputError as e:
         e.path = e.path or given.shown

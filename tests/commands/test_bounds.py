@@ -11,7 +11,7 @@ import pytest
 
 from ckpt_tool.cli import run
 from ckpt_tool.conversion.layout import parse_layout
-from ckpt_tool.core.bounds import bounded, numeral
+from ckpt_tool.core.bounds import check_count, numeral
 from ckpt_tool.core.mesh import divisors, divisors_near
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError
 
@@ -153,10 +153,10 @@ def test_divisors_of_large_numbers_take_no_time() -> None:
 
 
 def test_bounded_takes_what_can_be_and_no_more() -> None:
-    assert bounded(4096, 3, "layers") == 4096 and bounded(92_000, 92_000, "layers") == 92_000
+    assert check_count(4096, 3, "layers") == 4096 and check_count(92_000, 92_000, "layers") == 92_000
     with pytest.raises(InconsistentCheckpoint) as caught:
-        bounded(10**9, 20, "layers by the tensors' names")
+        check_count(10**9, 20, "layers by the tensors' names")
     assert caught.value.code == "E1650" and caught.value.hint
     with pytest.raises(InconsistentCheckpoint):
-        bounded(10**5000, 20, "layers")
+        check_count(10**5000, 20, "layers")
     assert numeral("07") and not numeral("9" * 5000) and not numeral(None)

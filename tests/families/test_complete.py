@@ -8,7 +8,7 @@ import re
 import pytest
 from family_models import as_it_has_them, config_of, hub_shapes
 
-from ckpt_tool.families.completeness import _decoders, expected, missing, strange
+from ckpt_tool.families.completeness import _find_decoders, list_expected_tensors, missing, strange
 from ckpt_tool.families.models import FAMILIES
 from ckpt_tool.families.rewrite import mapping
 from ckpt_tool.families.table import instances
@@ -38,8 +38,12 @@ def test_whole_models_lack_nothing(family, dialect):  # type: ignore[no-untyped-
     assert missing(family, dialect, names, None) == []
     if family.exact(dialect):  # every tensor of it is in its rules
         head = {"decoder.logits_dense.kernel"} & set(names)
-        assert {*(expected(family, dialect, config) or ()), *head} == set(names) and len(names) > 3
-        for gone in names if config["architectures"][0].endswith("ForCausalLM") else expected(family, dialect, config):
+        assert {*(list_expected_tensors(family, dialect, config) or ()), *head} == set(names) and len(names) > 3
+        for gone in (
+            names
+            if config["architectures"][0].endswith("ForCausalLM")
+            else list_expected_tensors(family, dialect, config)
+        ):
             assert missing(family, dialect, [name for name in names if name != gone], config) == [gone]
         return
     norms = [
@@ -49,7 +53,7 @@ def test_whole_models_lack_nothing(family, dialect):  # type: ignore[no-untyped-
         and not re.search(r"\.\d+\.", name)
         and instances(family.table(dialect).left, [name])[0]
         and _module(name)
-        in {_module(f"{front}0") for front in _decoders(family.table(dialect))} | {"lm_head.", "norm."}
+        in {_module(f"{front}0") for front in _find_decoders(family.table(dialect))} | {"lm_head.", "norm."}
     ]
     if family.name != "qwen4_exp":  # hyper-connections end there in a mixer
         (norm,) = norms

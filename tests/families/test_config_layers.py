@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_tool.families.config.translation import differing, from_megatron, megatron_args, with_ahead
+from ckpt_tool.families.config.translation import differing, from_megatron, megatron_args, set_mtp_layers
 from ckpt_tool.families.models import CLASSES, family_of, language_classes, load
 
 transformers = pytest.importorskip("transformers", minversion="5")
@@ -334,7 +334,7 @@ def test_a_hybrid_pattern_holds_the_layers_ahead() -> None:
         assert not notes and back["model_type"] == "nemotron_h"
         assert (back["hybrid_override_pattern"], back["mtp_hybrid_override_pattern"]) == ("ME*-", "*E")
         assert back["num_nextn_predict_layers"] == 2
-    assert with_ahead(args, 0)["hybrid_layer_pattern"] == "ME*-"
+    assert set_mtp_layers(args, 0)["hybrid_layer_pattern"] == "ME*-"
     assert (
         "model_type" not in from_megatron({**args, "hybrid_layer_pattern": "MG*-"}).config
     )  # no class has such layers

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tool.families.config.ernie_vision import flat, is_flat, is_nested, nested
+from ckpt_tool.families.config.ernie_vision import flatten_config, is_flat, is_nested, nest_config
 from ckpt_tool.systems.paddle.config import from_paddle, paddle_config
 
 SAVED = Path(__file__).parents[2] / "fixtures" / "families" / "ernie4_5_vl_moe"
@@ -53,7 +53,7 @@ PUBLISHED = {
 def test_the_published_model_is_the_default_of_transformers() -> None:
     """transformers' classes have that very model as their defaults: another road to what we say of it."""
     transformers = pytest.importorskip("transformers", minversion="5")
-    config = nested(PUBLISHED)
+    config = nest_config(PUBLISHED)
     want = transformers.Ernie4_5_VLMoeConfig().to_dict()
     ours = transformers.AutoConfig.for_model(**config).to_dict()
     for part in ("text_config", "vision_config"):
@@ -68,9 +68,11 @@ def test_the_published_model_is_the_default_of_transformers() -> None:
 )
 def test_there_and_back(config: dict[str, object]) -> None:
     assert is_flat(config) and not is_nested(config)
-    back, notes = flat(nested(config))
-    assert not notes and is_nested(nested(config))
-    assert nested(back) == nested({**config, "dtype": back.get("torch_dtype")} if "torch_dtype" in back else config)
+    back, notes = flatten_config(nest_config(config))
+    assert not notes and is_nested(nest_config(config))
+    assert nest_config(back) == nest_config(
+        {**config, "dtype": back.get("torch_dtype")} if "torch_dtype" in back else config
+    )
     for key in (
         "moe_num_experts",
         "moe_intermediate_size",
@@ -80,7 +82,7 @@ def test_there_and_back(config: dict[str, object]) -> None:
     ):
         assert back[key] == config[key]
     assert back["vision_config"]["mlp_ratio"] == config["vision_config"]["mlp_ratio"]  # type: ignore[index]
-    assert from_paddle(config).config == nested(config) and paddle_config(nested(config)).config == back
+    assert from_paddle(config).config == nest_config(config) and paddle_config(nest_config(config)).config == back
 
 
 @pytest.mark.parametrize(
@@ -95,10 +97,10 @@ def test_there_and_back(config: dict[str, object]) -> None:
     ],
 )
 def test_which_layers_have_experts(kinds: str, grid: object) -> None:
-    config = nested({**PUBLISHED, "num_hidden_layers": 4})
+    config = nest_config({**PUBLISHED, "num_hidden_layers": 4})
     config["text_config"]["mlp_layer_types"] = ["sparse" if kind == "s" else "dense" for kind in kinds]
-    back, notes = flat(config)
+    back, notes = flatten_config(config)
     assert bool(notes) == (grid == "odd")
     if isinstance(grid, tuple):
         assert (back["moe_layer_start_index"][0], back["moe_layer_end_index"][0], back["moe_layer_interval"]) == grid
-        assert nested(back)["text_config"]["mlp_layer_types"] == config["text_config"]["mlp_layer_types"]
+        assert nest_config(back)["text_config"]["mlp_layer_types"] == config["text_config"]["mlp_layer_types"]

@@ -15,7 +15,7 @@ from ckpt_tool.errors import InconsistentCheckpoint, InputError, UsageError
 from ckpt_tool.families.base import Family
 from ckpt_tool.families.registry import by_name
 from ckpt_tool.families.rewrite import mapping
-from ckpt_tool.families.sizes import settled
+from ckpt_tool.families.sizes import infer_sizes
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -264,10 +264,10 @@ def test_a_name_of_two_rules_settles_no_size() -> None:
 
 
 def test_a_shape_settles_what_fits_alone() -> None:
-    assert settled([(pattern("(g d) h"), (8, 3)), (pattern("d"), (2,))], {}) == {"h": 3, "d": 2, "g": 4}
-    assert settled([(pattern("((1 + 1) f) h"), (7, 3)), (pattern("(g d)"), (6,))], {"g": 4}) == {"g": 4, "h": 3}
-    assert settled([(pattern("(v + p)"), (3,))], {"p": 4}) == {"p": 4}
-    assert settled([(pattern("a b"), (3,))], {}) == {}
+    assert infer_sizes([(pattern("(g d) h"), (8, 3)), (pattern("d"), (2,))], {}) == {"h": 3, "d": 2, "g": 4}
+    assert infer_sizes([(pattern("((1 + 1) f) h"), (7, 3)), (pattern("(g d)"), (6,))], {"g": 4}) == {"g": 4, "h": 3}
+    assert infer_sizes([(pattern("(v + p)"), (3,))], {"p": 4}) == {"p": 4}
+    assert infer_sizes([(pattern("a b"), (3,))], {}) == {}
 
 
 def test_a_tower_keeps_what_follows_its_place() -> None:

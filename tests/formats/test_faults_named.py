@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ckpt_tool.core.catalog import Catalog, mark_replicas
-from ckpt_tool.core.faults import both, for_each
+from ckpt_tool.core.faults import both, read_each
 from ckpt_tool.core.tensor import LogicalTensor
 from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, UnsafeInput
 from ckpt_tool.formats import registry
@@ -176,27 +176,27 @@ def fails(name: str) -> str:
 def test_all_are_tried_before_any_fault_is_raised(names: list[str]) -> None:
     bad = [name for name in names if name.startswith("bad")]
     if not bad:
-        assert for_each(names, fails) == ["A", "B"]
+        assert read_each(names, fails) == ["A", "B"]
         return
     with pytest.raises(CorruptFile) as caught:
-        for_each(names, fails)
+        read_each(names, fails)
     assert caught.value.path == bad[0] and caught.value.faults == tuple(f"cut short ({name})" for name in bad[1:])
 
 
 def test_what_asks_for_code_goes_before_what_is_broken() -> None:
     with pytest.raises(UnsafeInput) as caught:
-        for_each(["bad1", "odd", "evil", "bad2"], fails)
+        read_each(["bad1", "odd", "evil", "bad2"], fails)
     assert caught.value.path == "evil"
     with pytest.raises(CorruptFile, match="cut short"):
-        for_each(["bad1", "odd"], fails)
+        read_each(["bad1", "odd"], fails)
 
 
 def test_a_file_is_named_once_and_two_readings_together() -> None:
     pairs = [("bad1", 0), ("bad1", 1), ("a", 0), ("bad2", 0)]
     with pytest.raises(CorruptFile) as caught:
         both(
-            lambda: for_each(pairs, lambda pair: fails(pair[0]), file=lambda pair: pair[0]),
-            lambda: for_each(["bad3", "bad4"], fails),
+            lambda: read_each(pairs, lambda pair: fails(pair[0]), file=lambda pair: pair[0]),
+            lambda: read_each(["bad3", "bad4"], fails),
         )
     assert [caught.value.path, *caught.value.faults] == ["bad1", *(f"cut short (bad{n})" for n in (2, 3, 4))]
     assert both(lambda: 1, lambda: "b") == (1, "b")

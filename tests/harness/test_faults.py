@@ -16,7 +16,7 @@ import made_states as made  # noqa: E402
 
 from ckpt_tool.errors import Incomplete  # noqa: E402
 from ckpt_tool.harness.faults import FAULTS, PlantedFault, plant  # noqa: E402
-from ckpt_tool.harness.loading import Loader, prepared, run_tool  # noqa: E402
+from ckpt_tool.harness.loading import Loader, prepare_checkpoint, run_tool  # noqa: E402
 from ckpt_tool.harness.saving import formats  # noqa: E402
 from ckpt_tool.harness.saving.whole import assemble  # noqa: E402
 
@@ -30,7 +30,7 @@ def clean(request, tmp_path_factory):
     root = tmp_path_factory.mktemp("faults")
     (root / "saved").mkdir()
     formats.write(request.param, assemble(made.ranks(made.Spec(), made.layout(dp=2))), root / "saved")
-    found = prepared(root / "saved", root / "hub")
+    found = prepare_checkpoint(root / "saved", root / "hub")
     run_tool("convert", found, root / "clean", "--to", "sharded", "--dialect", "keep")
     return root / "clean"
 

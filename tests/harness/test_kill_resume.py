@@ -24,7 +24,7 @@ from ckpt_tool.errors import Incomplete
 from ckpt_tool.harness import store
 from ckpt_tool.harness.launch import preload
 from ckpt_tool.harness.layout import HarnessLayout
-from ckpt_tool.harness.loading import Loader, prepared
+from ckpt_tool.harness.loading import Loader, prepare_checkpoint
 from ckpt_tool.harness.pieces import STATES
 from ckpt_tool.harness.runs import Saving, run
 from ckpt_tool.harness.saving.fault_point import POINTS, VARIABLE
@@ -75,7 +75,7 @@ def start(root: Path, layout: str, fmt: str, run_id: str, *, scratch: Path, poin
         try:
             good = store.latest(root)
             done = good.step
-            here = prepared(good.path, scratch)
+            here = prepare_checkpoint(good.path, scratch)
         except Incomplete:
             pass
         saving = Saving(root, fmt, tuple(range(done + 1, STEPS + 1)), run=run_id)
@@ -86,7 +86,7 @@ def start(root: Path, layout: str, fmt: str, run_id: str, *, scratch: Path, poin
 
 
 def values(path: Path, scratch: Path) -> tuple[dict[tuple[str, str], torch.Tensor], dict[str, object]]:
-    source = Loader(prepared(path, scratch))
+    source = Loader(prepare_checkpoint(path, scratch))
     every = SHAPE.parameters()
     found = {(s, p.name): source.read(p.name, s, (0,) * len(p.shape), p.shape) for s in STATES for p in every}
     return found, source.scalars

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import made_states as made  # noqa: E402
 
 from ckpt_tool.errors import UsageError  # noqa: E402
-from ckpt_tool.harness.loading import Loader, prepared, run_tool  # noqa: E402
+from ckpt_tool.harness.loading import Loader, prepare_checkpoint, run_tool  # noqa: E402
 from ckpt_tool.harness.saving import formats, megatron_dist, megatron_model  # noqa: E402
 from ckpt_tool.harness.saving.whole import assemble  # noqa: E402
 
@@ -106,7 +106,7 @@ def check(fmt: str, first: dict[str, Any], between: dict[str, Any], tmp_path: Pa
 
 
 def _is_the_truth(path: Path, scratch: Path, spec: made.Spec) -> None:
-    loader = Loader(prepared(path, scratch))
+    loader = Loader(prepare_checkpoint(path, scratch))
     assert loader.scalars == made.SCALARS
     for (state, tensor), values in made.truth(spec).items():
         got = loader.read(tensor, state, (0,) * values.ndim, values.shape)
@@ -137,7 +137,7 @@ def test_a_wrong_fusion_would_be_seen(tmp_path: Path, monkeypatch: pytest.Monkey
     """The checks above can fail: [up; gate] where Megatron has [gate; up], in the averages alone."""
 
     def swapped(module: Any, state: str, whole: Any) -> torch.Tensor:
-        tensor = megatron_model.joined(module, state, whole)
+        tensor = megatron_model.join_module(module, state, whole)
         return tensor.roll(tensor.shape[0] // 2, 0) if (module.kind, state) == ("gated", "ema") else tensor
 
     monkeypatch.setattr(megatron_dist, "joined", swapped)

@@ -23,7 +23,7 @@ from trained_states import Run, differing  # noqa: E402
 from ckpt_tool.errors import Incomplete  # noqa: E402
 from ckpt_tool.harness.launch import run_ranks  # noqa: E402
 from ckpt_tool.harness.layout import HarnessLayout  # noqa: E402
-from ckpt_tool.harness.model import attention, gated, norm  # noqa: E402
+from ckpt_tool.harness.model import attention, compute_swiglu, norm  # noqa: E402
 from ckpt_tool.harness.optimizer import AdamW, Muon, MuonSlices, Schedule, Slices, kernels_for  # noqa: E402
 from ckpt_tool.harness.pieces import STATES  # noqa: E402
 from ckpt_tool.harness.randomness import sample  # noqa: E402
@@ -360,7 +360,7 @@ def test_blocks_of_a_shard_add_up() -> None:
     parts = [attention(x, q[h], k[h], v[h], o[:, h], **turned) for h in (slice(0, 8), slice(8, 16))]
     torch.testing.assert_close(sum(parts), whole)
     torch.testing.assert_close(
-        sum(gated(x, q[h], k[h], o[:, h]) for h in (slice(0, 8), slice(8, 16))), gated(x, q, k, o)
+        sum(compute_swiglu(x, q[h], k[h], o[:, h]) for h in (slice(0, 8), slice(8, 16))), compute_swiglu(x, q, k, o)
     )
     assert norm(x, torch.full((16,), 2.0), epsilon=0.0).square().mean(-1).allclose(torch.tensor(4.0))
 

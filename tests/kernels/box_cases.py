@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tool.device.descriptors import ELEMENTS, SPANS, TILE, PackedDescriptors, pack, strided
+from ckpt_tool.device.descriptors import ELEMENTS, SPANS, TILE, PackedDescriptors, make_strided, pack
 from ckpt_tool.device.kernels import box_copy
 from ckpt_tool.device.library import FUNCTIONS, Device, Library, Memory
 from ckpt_tool.plan.copy import Copy
@@ -159,7 +159,7 @@ def make_case(seed: int, *, tight: bool = False) -> Case:
 
 def list_of(case: Case, source: int, target: int) -> PackedDescriptors:
     """The case's list for buffers that begin at these addresses."""
-    return pack(box for piece in case.pieces for box in strided(piece.copy, piece.item, [source], [target]))
+    return pack(box for piece in case.pieces for box in make_strided(piece.copy, piece.item, [source], [target]))
 
 
 class Bench:

@@ -29,7 +29,7 @@ from ckpt_tool.device.descriptors import Strided, launches
 from ckpt_tool.device.digests import DigestLine, pack_lines
 from ckpt_tool.device.library import Device
 from ckpt_tool.device.quantising import FloatBox, pack_floats
-from ckpt_tool.device.trial.check import by_cpu
+from ckpt_tool.device.trial.check import quantise_by_cpu
 from ckpt_tool.plan.copy import Copy
 from ckpt_tool.run.compute import cast, numpy_type
 from ckpt_tool.run.digest import LEAF
@@ -191,7 +191,7 @@ def box_quantise(device: Device, seed: int) -> str:
     line = np.frombuffer(cast(values.reshape(-1).view(np.uint8).data, DTYPES["F32"], source)[0], numpy_type(source))
     if not np.isfinite(line.astype(np.float32)).all():
         line = np.where(np.isfinite(line.astype(np.float32)), line, line.dtype.type(1))
-    want = by_cpu(line, (matrices, rows, columns), source, scheme)
+    want = quantise_by_cpu(line, (matrices, rows, columns), source, scheme)
     size = want.scales.itemsize
     step = columns * scheme.bits // 8
     plain = [0, 1, 2]

@@ -1,7 +1,7 @@
 """box_quantise against quantised/nearest.py: every bfloat16 and float16, quotients beside ties, blocks at the ends of
 the range, rows longer than registers, what is not finite.
 
-The oracle is the CPU's own arithmetic (`trial.check.by_cpu`).
+The oracle is the CPU's own arithmetic (`trial.check.quantise_by_cpu`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.device.kernels import box_quantise
 from ckpt_tool.device.library import Device
 from ckpt_tool.device.quantising import TABLE, FloatBox, pack_floats
-from ckpt_tool.device.trial.check import by_cpu
+from ckpt_tool.device.trial.check import quantise_by_cpu
 from ckpt_tool.errors import InternalError
 from ckpt_tool.run.compute import numpy_type
 from ckpt_tool.weight_schemes.schemes import SCHEMES, Scheme
@@ -58,7 +58,7 @@ def made(
 
 
 def same(device: Device, values: Array, source: DType, scheme: Scheme, **grid: int) -> None:
-    want = by_cpu(values.reshape(-1), values.shape, source, scheme)
+    want = quantise_by_cpu(values.reshape(-1), values.shape, source, scheme)
     codes, scales, bad = made(device, values, source, scheme, want.whole, **grid)
     assert bad == 0
     np.testing.assert_array_equal(scales, np.frombuffer(want.scales.tobytes(), np.uint8))

@@ -40,7 +40,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch):
 
 def test_without_a_driver_it_is_numpy_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "probe", lambda: driver.Probe(0, (), "no NVIDIA driver: ..."))
-    assert choose.chosen().level == "numpy" and "no NVIDIA driver" in choose.chosen().reason
+    assert choose.choose_device().level == "numpy" and "no NVIDIA driver" in choose.choose_device().reason
     for setting in ("", "cuda"):
         monkeypatch.setenv("CKPT_KERNELS", setting)
         with pytest.raises(UsageError, match="no NVIDIA driver") as caught:
@@ -59,9 +59,9 @@ def test_off_forbids_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gpu_whose_kernels_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "probe", lambda: H100)
     monkeypatch.setattr(build, "find_nvcc", lambda: "/bin/nvcc")
-    assert choose.chosen()[:4] == ("cuda", "NVIDIA H100, driver for CUDA 13.0", None, (90,))
+    assert choose.choose_device()[:4] == ("cuda", "NVIDIA H100, driver for CUDA 13.0", None, (90,))
     monkeypatch.setattr(build, "find_nvcc", lambda: None)
-    assert choose.chosen().level == "cuda", "decided once: no switch in the middle of a run"
+    assert choose.choose_device().level == "cuda", "decided once: no switch in the middle of a run"
 
 
 def test_a_gpu_without_nvcc_and_without_a_built_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_gpu_without_nvcc_and_without_a_built_library(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("setting", ["on", "gpu", "path:", "path", "cuda:0"])
 def test_a_setting_that_is_unknown(setting: str) -> None:
     with pytest.raises(UsageError, match="CKPT_KERNELS") as caught:
-        choose.chosen(setting)
+        choose.choose_device(setting)
     assert caught.value.code == "E1553"
 
 
@@ -84,12 +84,12 @@ def test_a_library_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, host
     mine = Path(shutil.copy(host_library, tmp_path / "mine.so"))
     mine.chmod(0o755)
     monkeypatch.setenv("CKPT_KERNELS", f"path:{mine}")
-    assert choose.chosen().level == "path" and choose.open_device().info.host
+    assert choose.choose_device().level == "path" and choose.open_device().info.host
     for mode in (0o777, 0o775):
         mine.chmod(mode)
         choose._decide.cache_clear()
         with pytest.raises(StorageError, match="written by others") as caught:
-            choose.chosen()
+            choose.choose_device()
         assert caught.value.code == "E1550" and caught.value.path == str(mine)
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"no library")
@@ -97,7 +97,7 @@ def test_a_library_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, host
     with pytest.raises(StorageError, match="can't be loaded"):
         choose.open_device()
     with pytest.raises(StorageError, match="can't be read"):
-        choose.chosen(f"path:{tmp_path}/none.so")
+        choose.choose_device(f"path:{tmp_path}/none.so")
 
 
 @pytest.mark.parametrize(
@@ -137,4 +137,4 @@ def test_no_driver_at_all(tmp_path: Path) -> None:
     (tmp_path / "text.so").write_text("no library")
     for name in (tmp_path / "none.so", tmp_path / "text.so"):
         assert driver.probe(str(name))[:2] == (0, ()) and "no NVIDIA driver" in driver.probe(str(name)).reason
-    assert driver.spelled(12040) == "12.4"
+    assert driver.spell_version(12040) == "12.4"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_tool.device.descriptors import MOST_ROWS, TILE, Dims, Strided, levelled, merged, pack
+from ckpt_tool.device.descriptors import MOST_ROWS, TILE, Dims, Strided, merge_dims, pack, split_levels
 from ckpt_tool.plan.copy import Copy
 
 
@@ -27,12 +27,12 @@ def copy(extents: tuple[int, ...], source: tuple[int, ...], target: tuple[int, .
     ],
 )
 def test_dims_that_run_on_are_one(what: Copy, item: int, dims: Dims, run: int) -> None:
-    assert merged(what, item) == (dims, run)
+    assert merge_dims(what, item) == (dims, run)
 
 
 def test_casts_join_dims_that_run_on_at_both_widths() -> None:
-    assert merged(copy((3, 4), (16, 4), (8, 2)), 4, 2) == ([], 48)
-    assert merged(copy((3, 4), (16, 4), (16, 4)), 4, 2) == ([(12, 4, 4)], 4)
+    assert merge_dims(copy((3, 4), (16, 4), (8, 2)), 4, 2) == ([], 48)
+    assert merge_dims(copy((3, 4), (16, 4), (16, 4)), 4, 2) == ([(12, 4, 4)], 4)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_casts_join_dims_that_run_on_at_both_widths() -> None:
     ],
 )
 def test_boxes_are_parted_only_where_they_must(dims: Dims, extents: list[tuple[int, ...]]) -> None:
-    assert [box.extents for box in levelled(0, 0, dims, 1)] == extents
+    assert [box.extents for box in split_levels(0, 0, dims, 1)] == extents
 
 
 @pytest.mark.parametrize(

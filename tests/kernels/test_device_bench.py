@@ -19,7 +19,7 @@ PAYLOAD = 1 << 20
 
 def test_every_work_runs_and_is_told(device: Device) -> None:
     seen: list[str] = []
-    rows = bench.measured(device, payload=PAYLOAD, repeats=1, watch=lambda work: seen.append(work.name))
+    rows = bench.measure_kernels(device, payload=PAYLOAD, repeats=1, watch=lambda work: seen.append(work.name))
     assert [(row.kernel, row.work) for row in rows[1:]] == [
         (work.kernel, work.name) for work in sorted(WORKS.values(), key=lambda work: work.values != "bytes")
     ]

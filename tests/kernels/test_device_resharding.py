@@ -10,7 +10,7 @@ import pytest
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.device.library import Device, Memory
-from ckpt_tool.device.resharding import DeviceBox, planned, reshard
+from ckpt_tool.device.resharding import DeviceBox, plan_resharding, reshard
 from ckpt_tool.errors import CkptError
 
 POISON = 0xA5
@@ -102,7 +102,7 @@ def test_one_launch_moves_thousands_of_experts(held: Held) -> None:
         for i in range(64)
         for c in (0, 5)
     ]
-    plan = planned(experts, out)
+    plan = plan_resharding(experts, out)
     assert [launch.kernel for launch in plan.launches] == ["box_copy"] and plan.nbytes == whole.nbytes
     for _ in range(2):  # a plan may run again
         plan.run(held.device)
@@ -115,7 +115,7 @@ def test_a_transposed_holder(held: Held) -> None:
     whole = np.arange(96 * 70, dtype=np.uint16).reshape(96, 70)
     have = [DeviceBox("w", (96, 70), DTYPES["BF16"], Box((0, 0), (96, 70)), held.put(whole.T), strides=(2, 192))]
     want = [DeviceBox("w", (96, 70), DTYPES["BF16"], Box((5, 3), (90, 60)), held.room(90 * 60 * 2))]
-    assert [launch.kernel for launch in planned(have, want).launches] == ["box_transpose"]
+    assert [launch.kernel for launch in plan_resharding(have, want).launches] == ["box_transpose"]
     reshard(held.device, have, want)
     np.testing.assert_array_equal(held.get(want[0].address, (90, 60), np.dtype("u2")), whole[5:95, 3:63])
 
@@ -129,7 +129,7 @@ def test_half_bytes_move_as_bytes(held: Held) -> None:
     reshard(held.device, have, want)
     np.testing.assert_array_equal(held.get(want[0].address, (4, 5), np.dtype("u1")), whole[1:5, 2:7])
     with pytest.raises(CkptError, match="inside a byte"):
-        planned(have, [want[0]._replace(box=Box((0, 1), (6, 2)))])
+        plan_resharding(have, [want[0]._replace(box=Box((0, 1), (6, 2)))])
 
 
 def test_what_nobody_holds_is_named_whole(held: Held) -> None:
@@ -142,7 +142,7 @@ def test_what_nobody_holds_is_named_whole(held: Held) -> None:
         DeviceBox("v", (2,), DTYPES["F32"], Box((0,), (2,)), held.room(8)),
     ]
     with pytest.raises(CkptError) as caught:
-        planned(have, want)
+        plan_resharding(have, want)
     assert caught.value.code == "E1566" and caught.value.exit_code == 3
     told = [caught.value.message, *caught.value.faults]
     assert told == [
@@ -164,17 +164,17 @@ def test_what_nobody_holds_is_named_whole(held: Held) -> None:
 def test_shards_that_contradict_each_other_are_refused(held: Held, other: dict[str, object]) -> None:
     shard = DeviceBox("w", (8, 4), DTYPES["F32"], Box((0, 0), (8, 4)), held.room(128))
     with pytest.raises(CkptError) as caught:
-        planned([shard], [shard._replace(address=held.room(128), **other)])
+        plan_resharding([shard], [shard._replace(address=held.room(128), **other)])
     assert caught.value.code == "E1565" and caught.value.key == "w"
 
 
 def test_memory_that_is_read_and_written_is_refused(held: Held) -> None:
     shard = DeviceBox("w", (8, 4), DTYPES["F32"], Box((0, 0), (8, 4)), held.room(256))
     with pytest.raises(CkptError) as caught:
-        planned([shard], [shard._replace(address=shard.address + 64)])
+        plan_resharding([shard], [shard._replace(address=shard.address + 64)])
     assert caught.value.code == "E1571"
 
 
 def test_nothing_wanted_moves_nothing(held: Held) -> None:
     empty = DeviceBox("w", (0, 4), DTYPES["F32"], Box((0, 0), (0, 4)), 0)
-    assert reshard(held.device, [], [empty]) == 0 and planned([], []).launches == ()
+    assert reshard(held.device, [], [empty]) == 0 and plan_resharding([], []).launches == ()

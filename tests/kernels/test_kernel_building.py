@@ -52,16 +52,16 @@ def calls(home: Path) -> int:
 
 
 def test_built_once_and_found_again(home: Path) -> None:
-    first = build.built("cuda", (90,))
-    second = build.built("cuda", (90,))
+    first = build.ensure_built("cuda", (90,))
+    second = build.ensure_built("cuda", (90,))
     assert (first.key, first.path, first.architectures) == (second.key, second.path, (90,))
     assert first.seconds > 0 == second.seconds and calls(home) == 1
     assert first.path == home / "cache" / "kernels" / first.key / "libck.so" and first.note == ""
     command = first.path.read_text()
     assert "-gencode=arch=compute_90,code=[sm_90,compute_90]" in command and "-compress-all" in command
     assert all(f"{name}.cu" in command for name in (*build.KERNELS, "runtime")) and "host.cpp" not in command
-    assert build.built("cuda", (90,), force=True).seconds > 0 and calls(home) == 2
-    assert build.built("host").kind == "host" and calls(home) == 3
+    assert build.ensure_built("cuda", (90,), force=True).seconds > 0 and calls(home) == 2
+    assert build.ensure_built("host").kind == "host" and calls(home) == 3
 
 
 def test_ptx_comes_with_the_last_architecture_alone(home: Path) -> None:
@@ -104,32 +104,32 @@ def test_whatever_decides_the_result_is_in_the_key(home: Path, monkeypatch: pyte
 
 
 def test_a_poisoned_library_is_not_loaded_but_built_anew(home: Path) -> None:
-    first = build.built("cuda", (90,))
+    first = build.ensure_built("cuda", (90,))
     first.path.write_text("evil")
-    again = build.built("cuda", (90,))
+    again = build.ensure_built("cuda", (90,))
     assert "refused, built again" in again.note and "evil" not in again.path.read_text() and calls(home) == 2
-    assert build.built("cuda", (90,)).note == ""
+    assert build.ensure_built("cuda", (90,)).note == ""
 
 
 def test_a_cache_that_others_may_write_is_not_used(home: Path) -> None:
-    build.built("cuda", (90,))
+    build.ensure_built("cuda", (90,))
     (home / "cache" / "kernels").chmod(0o777)
-    again = build.built("cuda", (90,))
+    again = build.ensure_built("cuda", (90,))
     assert not again.path.is_relative_to(home / "cache") and "private folder" in again.note
     assert stat.S_IMODE(again.path.parent.stat().st_mode) == 0o700
 
 
 def test_without_nvcc_what_was_built_where_one_was_serves(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = build.built("cuda", (80, 90))
+    made = build.ensure_built("cuda", (80, 90))
     monkeypatch.setattr(build, "find_nvcc", lambda: None)
-    assert build.built("cuda", (90,)).key == made.key
-    assert build.built("cuda", (103,)).key == made.key, "its PTX serves"
+    assert build.ensure_built("cuda", (90,)).key == made.key
+    assert build.ensure_built("cuda", (103,)).key == made.key, "its PTX serves"
     with pytest.raises(UsageError, match="no nvcc") as caught:
-        build.built("cuda", (86,))
+        build.ensure_built("cuda", (86,))
     assert caught.value.code == "E1554" and "CKPT_KERNELS=path:FILE" in str(caught.value.hint)
     monkeypatch.setattr(build, "source_digest", lambda: "other sources")
     with pytest.raises(UsageError):
-        build.built("cuda", (90,))
+        build.ensure_built("cuda", (90,))
 
 
 def test_no_compiler_and_one_that_fails(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,12 +137,12 @@ def test_no_compiler_and_one_that_fails(home: Path, monkeypatch: pytest.MonkeyPa
         FAKE.replace("for last", 'echo "ck.h(3): error: no such thing" >&2; exit 2\nfor last')
     )
     with pytest.raises(StorageError, match="exit code 2") as caught:
-        build.built("cuda", (90,))
+        build.ensure_built("cuda", (90,))
     assert caught.value.code == "E1555" and caught.value.faults == ("ck.h(3): error: no such thing",)
     assert list(cache.every(cache.folder())) == []
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(UsageError, match="no g\\+\\+") as missing:
-        build.built("host")
+        build.ensure_built("host")
     assert missing.value.code == "E1554"
 
 
@@ -175,7 +175,7 @@ def test_real_kernels_without_a_driver_say_so(tmp_path: Path, monkeypatch: pytes
     if choose.driver.probe().cards:
         pytest.skip("there is a GPU here")
     monkeypatch.setenv("CKPT_CACHE", str(tmp_path))
-    made = build.built("cuda", (90,))
+    made = build.ensure_built("cuda", (90,))
     library = Library(made.path, made.through)
     with pytest.raises(UsageError) as caught:
         library.devices()

@@ -76,7 +76,7 @@ def test_build_and_where_it_goes(tmp_path: Path, quick_compiler: Path) -> None:
         kernels.build("host", out=str(out))
     out.write_bytes(b"")
     kernels.build("host", out=str(out), force=True)
-    assert choose.library_of(choose.chosen(f"path:{out}")).info().host
+    assert choose.library_of(choose.choose_device(f"path:{out}")).info().host
     listed = kernels.info()["libraries"]
     assert [(row["kind"], row["for"], row["current"]) for row in listed] == [("host", "CPU", True)]
     assert list(tmp_path.glob("libck*")) == [out]
@@ -127,7 +127,7 @@ def test_check_finds_nothing_and_finds_what_is_wrong(shim_at_hand: None, monkeyp
 def test_bench(shim_at_hand: None, monkeypatch: pytest.MonkeyPatch) -> None:
     row = bench.BenchRow("box_copy", "one run", "ckpt", 1, 2 << 20, 0.45678, 4.6321, 0.13512, 0.00451)
     asked: dict[str, int] = {}
-    monkeypatch.setattr(bench, "measured", lambda device, **given: asked.update(given) or [row])
+    monkeypatch.setattr(bench, "measure_kernels", lambda device, **given: asked.update(given) or [row])
     document = kernels.bench(quick=True)
     assert asked == {"payload": 1 << 20, "repeats": 2} and "mean nothing" in document["verdict"]
     assert document["rows"] == [
@@ -158,6 +158,6 @@ def test_the_verb_from_a_shell(shim_at_hand: None) -> None:
 
 
 def test_doctor_says_what_the_kernels_would_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor._kernels() == {"uses": "numpy", "reason": choose.chosen().reason, "driver": None}
+    assert doctor._kernels() == {"uses": "numpy", "reason": choose.choose_device().reason, "driver": None}
     monkeypatch.setenv("CKPT_KERNELS", "no such thing")
     assert doctor._kernels()["uses"] == "nothing"

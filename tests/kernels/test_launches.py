@@ -17,13 +17,13 @@ from ckpt_tool.device.descriptors import (
     TILE,
     Strided,
     launches,
-    levelled,
     magic,
     magics,
-    merged,
+    make_transposes,
+    merge_dims,
     pack,
     pack_turned,
-    turned,
+    split_levels,
 )
 from ckpt_tool.device.library import Device
 from ckpt_tool.errors import InternalError
@@ -173,8 +173,8 @@ def test_magic_divides_every_number() -> None:
 
 def test_dims_come_in_the_order_of_the_target_and_join() -> None:
     # (4, 6) with its columns outermost on both sides is one run of 24
-    assert merged(Copy(0, 0, (1, 4), 0, 0, (1, 4), (4, 6)), 1) == ([], 24)
-    dims, run = merged(Copy(0, 0, (2, 100, 50), 0, 0, (2, 16, 8), (4, 3, 2)), 2)
+    assert merge_dims(Copy(0, 0, (1, 4), 0, 0, (1, 4), (4, 6)), 1) == ([], 24)
+    dims, run = merge_dims(Copy(0, 0, (2, 100, 50), 0, 0, (2, 16, 8), (4, 3, 2)), 2)
     assert (dims, run) == ([(6, 50, 8)], 8)
 
 
@@ -188,7 +188,7 @@ def covered(boxes: list[Strided]) -> int:
 )
 def test_boxes_of_too_many_rows_or_levels_are_parted(dims: list[int]) -> None:
     strides = [int(np.prod(dims[k + 1 :], dtype=object)) * 2 for k in range(len(dims))]
-    boxes = list(levelled(1000, 0, [(n, 3 * s, s) for n, s in zip(dims, strides, strict=True)], 1))
+    boxes = list(split_levels(1000, 0, [(n, 3 * s, s) for n, s in zip(dims, strides, strict=True)], 1))
     assert covered(boxes) == int(np.prod(dims, dtype=object))
     made = pack(boxes)
     assert made.nbytes == covered(boxes) and made.packed["rows"].max() < 1 << 32 and (made.packed["rows"] > 0).all()
@@ -206,7 +206,7 @@ def test_transposes_of_too_many_tiles_are_parted(batch: int, rows: int, columns:
     by_source = (rows * columns, columns, 1)
     by_target = (3 * rows * columns, 1, 2 * rows)
     dims = list(zip((batch, rows, columns), by_source, by_target, strict=True))
-    boxes = list(turned(0, 0, dims, 1))
+    boxes = list(make_transposes(0, 0, dims, 1))
     assert len(boxes) > 1 and max(max(box.extents[1:]) for box in boxes) <= 1 << 31
     starts = []
     for box in boxes:
@@ -228,7 +228,7 @@ def test_transposes_of_too_many_tiles_are_parted(batch: int, rows: int, columns:
 def test_tiles_that_hang_over_on_both_sides_are_counted() -> None:
     """63 x 63 from item 7 of 16 bytes on: two tiles each way, 2^32 and some in all, though 63 items are less than a
     tile."""
-    boxes = list(turned(14, 14, [((1 << 30) + 1, 1 << 14, 1 << 14), (63, 128, 2), (63, 2, 128)], 2))
+    boxes = list(make_transposes(14, 14, [((1 << 30) + 1, 1 << 14, 1 << 14), (63, 128, 2), (63, 2, 128)], 2))
     assert [box.extents[0] for box in boxes] == [1 << 29, (1 << 29) + 1]
     assert pack_turned(boxes).tiles == 4 * ((1 << 30) + 1)
 

@@ -19,11 +19,11 @@ from ckpt_tool.cli import run
 from ckpt_tool.commands.inspect import inspect
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.dtype import DTYPES
-from ckpt_tool.core.report_data import collected, for_report
+from ckpt_tool.core.report_data import collect_report_data, keep_for_report
 from ckpt_tool.core.tensor import StoredArray, TensorKey, simple_tensor
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.report import html
-from ckpt_tool.report.holdings import Checkpoint, nobody, of_catalog
+from ckpt_tool.report.holdings import Checkpoint, list_catalog_holdings, nobody
 from ckpt_tool.report.inspection import inspection
 from ckpt_tool.report.page import Page
 from ckpt_tool.report.picture import picture
@@ -165,9 +165,9 @@ def test_ranks_of_each_format(capsys):
         document = json.loads(capsys.readouterr().out)
         ranks = {tuple(c["rank"].items()) for tensor in document["tensors"] for c in tensor["chunks"]}
         assert {", ".join(f"{dim} {at}" for dim, at in rank) for rank in ranks} == set(names), source
-        with collected() as seen:
+        with collect_report_data() as seen:
             inspect(str(FIXTURES / source), Reading())
-        held = of_catalog(seen["checkpoint"][0].catalog, seen["checkpoint"][0].rank_of)
+        held = list_catalog_holdings(seen["checkpoint"][0].catalog, seen["checkpoint"][0].rank_of)
         assert sorted(holder.name for holder in held.holders) == sorted(names), source
         total = sum(row["bytes"] for row in document["states"].values())
         assert sum(holder.nbytes for holder in held.holders) >= total and held.of_ranks
@@ -246,9 +246,9 @@ def test_what_is_not_listed_is_not_drawn(tmp_path):
 
 
 def test_the_witness_hears_while_it_is_wanted():
-    with collected() as seen:
-        for_report("a", lambda: 1)
-    with collected(False) as none:
-        for_report("a", lambda: 1 / 0)
-    for_report("a", lambda: 1 / 0)
+    with collect_report_data() as seen:
+        keep_for_report("a", lambda: 1)
+    with collect_report_data(False) as none:
+        keep_for_report("a", lambda: 1 / 0)
+    keep_for_report("a", lambda: 1 / 0)
     assert seen == {"a": [1]} and none == {}

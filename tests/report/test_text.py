@@ -15,7 +15,7 @@ ANY = st.text(st.characters(min_codepoint=0, max_codepoint=0x10FFFF, categories=
 
 @given(ANY)
 def test_nothing_that_acts_survives(name: str) -> None:
-    shown = text.shown(name)
+    shown = text.show_text(name)
     assert "\n" not in shown
     assert not any(unicodedata.category(char) in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp") for char in shown)
     assert len(shown) <= 12 * text.CLIP
@@ -48,7 +48,7 @@ def test_escape(raw: str, want: str) -> None:
 
 
 def test_a_name_of_megabytes_is_cut_with_its_length_told() -> None:
-    shown = text.shown("a" * 1_000_000 + "end")
+    shown = text.show_text("a" * 1_000_000 + "end")
     assert len(shown) == text.CLIP and "(1000003 characters)" in shown and shown.endswith("end")
 
 

@@ -126,7 +126,7 @@ def plain_copy(device: Device, arena: Arena, timer: Timer, repeats: int) -> floa
     return 2 * arena.payload / timer.milliseconds(move, repeats) / 1e6
 
 
-def measured(
+def measure_kernels(
     device: Device,
     *,
     payload: int,

@@ -263,7 +263,7 @@ def box_dequantise(device: Device, rng: np.random.Generator) -> tuple[int, str]:
     grown = np.repeat(np.repeat(np.ldexp(np.float32(1), powers.astype(np.int32) - 127), high, 0), wide, 1)[
         :rows, :columns
     ]
-    floats = (_decoded(stored, codes).reshape(rows, columns) * grown)[top:, left:].astype(np.float32)
+    floats = (_decode(stored, codes).reshape(rows, columns) * grown)[top:, left:].astype(np.float32)
     raw = np.ascontiguousarray(floats).reshape(-1).view(np.uint8)
     wanted = raw if target.name == "F32" else np.asarray(compute.cast(raw.data, DTYPES["F32"], target)[0])
     return len(stored) + numel * item, difference(found, wanted)
@@ -276,7 +276,7 @@ def _codes(rng: np.random.Generator, codes: DType, numel: int) -> Bytes:
     return stored
 
 
-def _decoded(stored: Bytes, codes: DType) -> npt.NDArray[np.float32]:
+def _decode(stored: Bytes, codes: DType) -> npt.NDArray[np.float32]:
     if codes.bits == 8:
         return list_byte_values(codes)[stored]
     table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -300,7 +300,7 @@ def box_quantise(device: Device, rng: np.random.Generator) -> tuple[int, str]:
     pitch = columns * item + gap
     stored = np.zeros((matrices, rows, pitch), np.uint8)
     stored[..., : columns * item] = given.reshape(matrices, rows, -1)
-    wanted = by_cpu(given.view(compute.numpy_type(source)), (matrices, rows, columns), source, scheme)
+    wanted = quantise_by_cpu(given.view(compute.numpy_type(source)), (matrices, rows, columns), source, scheme)
     across, down = wanted.scales.shape[-2:][::-1]
     size = wanted.scales.itemsize
     step = columns * scheme.bits // 8
@@ -335,7 +335,7 @@ class QuantisedCheck(NamedTuple):
     whole: float
 
 
-def by_cpu(
+def quantise_by_cpu(
     values: npt.NDArray[np.generic], shape: tuple[int, int, int], source: DType, scheme: Scheme
 ) -> QuantisedCheck:
     """The same by `quantised.nearest`, matrix by matrix and band by band."""

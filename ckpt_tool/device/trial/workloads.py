@@ -296,7 +296,7 @@ def codes(kind: str, block: tuple[int, int], scale: str) -> Callable[[Device, Ar
     return prepare
 
 
-def quantised(source: str, name: str) -> Callable[[Device, Arena, Knobs], Prepared]:
+def make_quantised(source: str, name: str) -> Callable[[Device, Arena, Knobs], Prepared]:
     """A matrix of floats, which are the payload, as codes in the target and scales beside it."""
     floats = DTYPES[source]
     scheme = SCHEMES[name]
@@ -447,7 +447,7 @@ def _all() -> Iterable[Workload]:
     yield Workload("F8_E4M3, 128 x 128, to BF16", "box_dequantise", "F8_E4M3", codes("F8_E4M3", (128, 128), "F32"))
     yield Workload("F4, 1 x 32, to BF16", "box_dequantise", "bytes", codes("F4", (1, 32), "F8_E8M0"))
     for source, scheme in QUANTISED:
-        yield Workload(f"{source} to {scheme}", "box_quantise", source, quantised(source, scheme))
+        yield Workload(f"{source} to {scheme}", "box_quantise", source, make_quantised(source, scheme))
     yield Workload("leaves of 256 KiB", "digest", "bytes", digest)
     yield Workload("BF16", "compare", "BF16", compare("BF16"))
     yield Workload("F32", "compare", "F32", compare("F32"))

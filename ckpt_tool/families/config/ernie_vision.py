@@ -63,28 +63,28 @@ def is_sound(config: Mapping[str, Any]) -> bool:
     """Are the values of a flat config, which nobody has looked at, such that `nested` can count with them?"""
     counts = ("num_hidden_layers", "hidden_size", "num_attention_heads", "moe_layer_interval", "freq_allocation")
     ends = [config.get(f"moe_layer_{end}_index", 0) for end in ("start", "end")]
-    seen = config.get("vision_config") or {}
+    vision = config.get("vision_config") or {}
     return (
         all(type(config.get(key, 1)) is int and config.get(key, 1) > 0 for key in counts)
         and config.get("num_hidden_layers", 1) <= LEAST
         and (config.get("head_dim") is None or type(config["head_dim"]) is int)
         and all(type(end) is int or (isinstance(end, list) and {*map(type, end)} == {int}) for end in ends)
-        and isinstance(seen, Mapping)
-        and all(type(seen.get(key, 1)) in (int, float) for key in ("hidden_size", "mlp_ratio"))
+        and isinstance(vision, Mapping)
+        and all(type(vision.get(key, 1)) in (int, float) for key in ("hidden_size", "mlp_ratio"))
     )
 
 
-def nested(config: Mapping[str, Any]) -> dict[str, Any]:
+def nest_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config of transformers 5 of a flat one."""
     text = {key: config.get(key, silent) for key, silent in _TEXT.items()}
     layers = text["num_hidden_layers"]
     start = config.get("moe_layer_start_index", 0)
     end = config.get("moe_layer_end_index", -1)
-    first = min(start) if isinstance(start, list) else start
-    last = max(end) if isinstance(end, list) else end if end >= 0 else layers - 1
-    every = config.get("moe_layer_interval", 2)
+    first_sparse = min(start) if isinstance(start, list) else start
+    last_sparse = max(end) if isinstance(end, list) else end if end >= 0 else layers - 1
+    interval = config.get("moe_layer_interval", 2)
     text["mlp_layer_types"] = [
-        "sparse" if first <= i <= last and (i + 1) % every == 0 else "dense" for i in range(layers)
+        "sparse" if first_sparse <= i <= last_sparse and (i + 1) % interval == 0 else "dense" for i in range(layers)
     ]
     experts = config.get("moe_num_experts")
     text["moe_num_experts"] = experts[0] if isinstance(experts, list) else experts
@@ -121,7 +121,7 @@ def nested(config: Mapping[str, Any]) -> dict[str, Any]:
     return out if dtype is None else {**out, "dtype": dtype}
 
 
-def flat(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+def flatten_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """(Paddle's config of a nested one, lines about what it can't say)."""
     text = config["text_config"]
     seen = config.get("vision_config") or {}
@@ -169,14 +169,18 @@ def _layers(kinds: list[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
     sparse = [i for i, kind in enumerate(kinds) if kind == "sparse"]
     if not sparse:
         return {"moe_num_experts": [0, 0]}, ()
-    first = sparse[0]
-    last = sparse[-1]
-    every = sparse[1] - first if len(sparse) > 1 else 1
-    if [i for i in range(first, last + 1) if (i + 1) % every == 0] == sparse:
+    first_sparse = sparse[0]
+    last_sparse = sparse[-1]
+    interval = sparse[1] - first_sparse if len(sparse) > 1 else 1
+    if [i for i in range(first_sparse, last_sparse + 1) if (i + 1) % interval == 0] == sparse:
         return {
-            "moe_layer_start_index": [first] * 2,
-            "moe_layer_end_index": [last] * 2,
-            "moe_layer_interval": every,
+            "moe_layer_start_index": [first_sparse] * 2,
+            "moe_layer_end_index": [last_sparse] * 2,
+            "moe_layer_interval": interval,
         }, ()
-    grid = {"moe_layer_start_index": [first] * 2, "moe_layer_end_index": [last] * 2, "moe_layer_interval": 1}
+    grid = {
+        "moe_layer_start_index": [first_sparse] * 2,
+        "moe_layer_end_index": [last_sparse] * 2,
+        "moe_layer_interval": 1,
+    }
     return grid, (f"mlp_layer_types {kinds} is no regular pattern: Paddle's config has one",)

@@ -41,9 +41,9 @@ def _experts_back(args: Arguments, out: Values) -> None:
 def sparse_pattern(freq: Any, layers: int) -> list[int]:
     """1 for each layer with experts, as `get_gpt_decoder_layer_specs` reads `moe_layer_freq`."""
     if isinstance(freq, list):
-        return [int(bool(each)) for each in freq]
-    every = freq if type(freq) is int and freq > 0 else 1
-    return [int(i % every == 0) for i in range(min(layers, LAYERS))]
+        return [int(bool(is_sparse)) for is_sparse in freq]
+    interval = freq if type(freq) is int and freq > 0 else 1
+    return [int(i % interval == 0) for i in range(min(layers, LAYERS))]
 
 
 def _sparse(out: Values, layers: list[int]) -> None:
@@ -80,22 +80,22 @@ def _sparse_layers_back(args: Arguments, out: Values) -> None:
     step = layers.index(1) + 1 if 1 in layers else 0
     even = step > 0 and layers == [int((i + 1) % step == 0) for i in range(len(layers))]
     out["decoder_sparse_step"] = step if even else 1
-    out["mlp_only_layers"] = [] if even else [i for i, each in enumerate(layers) if not each]
+    out["mlp_only_layers"] = [] if even else [i for i, is_sparse in enumerate(layers) if not is_sparse]
 
 
 def _first_dense_to(model: ConfigWords, out: Values) -> None:
-    first = model.count("first_k_dense_replace") or 0
+    dense_count = model.count("first_k_dense_replace") or 0
     kinds = model.get("mlp_layer_types")
     layers = _layers(model)
-    listed = isinstance(kinds, list) and len(kinds) == len(layers)  # as transformers 5 saves them
-    _sparse(out, [int(kind == "sparse") for kind in kinds] if listed else [int(i >= first) for i in layers])
+    is_listed = isinstance(kinds, list) and len(kinds) == len(layers)  # as transformers 5 saves them
+    _sparse(out, [int(kind == "sparse") for kind in kinds] if is_listed else [int(i >= dense_count) for i in layers])
 
 
 def _first_dense_back(args: Arguments, out: Values) -> None:
     layers = _pattern(args)
-    first = layers.index(1) if 1 in layers else len(layers)
-    out["first_k_dense_replace"] = first
-    if not all(layers[first:]):
+    dense_count = layers.index(1) if 1 in layers else len(layers)
+    out["first_k_dense_replace"] = dense_count
+    if not all(layers[dense_count:]):
         args.lost("moe_layer_freq: the class has experts from one layer on, the arguments leave some out")
 
 
@@ -107,25 +107,25 @@ def _kinds_to(model: ConfigWords, out: Values) -> None:
 
 def _kinds_back(args: Arguments, out: Values) -> None:
     """What transformers 5 reads beside what the released files say."""
-    out["mlp_layer_types"] = ["sparse" if each else "dense" for each in _pattern(args)]
+    out["mlp_layer_types"] = ["sparse" if is_sparse else "dense" for is_sparse in _pattern(args)]
 
 
 def _interval_to(model: ConfigWords, out: Values) -> None:
     start = model.count("moe_layer_start_index") or 0
-    every = model.count("moe_layer_interval") or 1
+    interval = model.count("moe_layer_interval") or 1
     end = model.get("moe_layer_end_index")
     layers = _layers(model)
     stop = end if type(end) is int and end >= 0 else len(layers) - 1
-    _sparse(out, [int((i + 1) % every == 0 and start <= i <= stop) for i in layers])
+    _sparse(out, [int((i + 1) % interval == 0 and start <= i <= stop) for i in layers])
 
 
 def _interval_back(args: Arguments, out: Values) -> None:
     layers = _pattern(args)
-    some = [i for i, each in enumerate(layers) if each]
-    every = some[1] - some[0] if len(some) > 1 else 1
-    start, stop = (some[0], some[-1]) if some else (len(layers), len(layers))
-    out |= {"moe_layer_start_index": start, "moe_layer_end_index": stop, "moe_layer_interval": every}
-    if layers != [int((i + 1) % every == 0 and start <= i <= stop) for i in range(len(layers))]:
+    sparse_layers = [i for i, is_sparse in enumerate(layers) if is_sparse]
+    interval = sparse_layers[1] - sparse_layers[0] if len(sparse_layers) > 1 else 1
+    start, stop = (sparse_layers[0], sparse_layers[-1]) if sparse_layers else (len(layers), len(layers))
+    out |= {"moe_layer_start_index": start, "moe_layer_end_index": stop, "moe_layer_interval": interval}
+    if layers != [int((i + 1) % interval == 0 and start <= i <= stop) for i in range(len(layers))]:
         args.lost("moe_layer_freq: the class has experts at an interval, the arguments do not")
 
 
@@ -145,7 +145,7 @@ def _listed_to(model: ConfigWords, out: Values) -> None:
     kinds = model.config.get("mlp_layer_types")
     dense = model.facts.defaults.get("first_k_dense_replace", 0)
     if isinstance(freq, list) and len(freq) == len(layers):
-        _sparse(out, [int(bool(each)) for each in freq])
+        _sparse(out, [int(bool(is_sparse)) for is_sparse in freq])
     elif isinstance(kinds, list) and len(kinds) == len(layers):
         _sparse(out, [int(kind == "sparse") for kind in kinds])
     else:
@@ -169,10 +169,10 @@ def _scaled_back(args: Arguments, out: Values) -> None:
 
 
 def _groups_to(model: ConfigWords, out: Values) -> None:
-    _in_groups(model, out, rated_by=2)
+    _set_group_routing(model, out, rated_by=2)
 
 
-def _in_groups(model: ConfigWords, out: Values, *, rated_by: int, used: bool = True) -> None:
+def _set_group_routing(model: ConfigWords, out: Values, *, rated_by: int, used: bool = True) -> None:
     """Routing that first chooses groups of experts, each rated by so many of its best. used: does the model do so?"""
     if not out.get("num_experts"):
         return
@@ -196,7 +196,7 @@ def _groups_back(args: Arguments, out: Values) -> None:
 
 def _limited_to(model: ConfigWords, out: Values) -> None:
     """DeepSeek-V2's: a softmax over all, groups rated by their best expert, `topk_method` says whether at all."""
-    _in_groups(model, out, rated_by=1, used=model.get("topk_method") == "group_limited_greedy")
+    _set_group_routing(model, out, rated_by=1, used=model.get("topk_method") == "group_limited_greedy")
 
 
 def _limited_back(args: Arguments, out: Values) -> None:
@@ -215,14 +215,14 @@ def _shared_to(model: ConfigWords, out: Values) -> None:
 
 
 def _shared_back(args: Arguments, out: Values) -> None:
-    whole = args.get("moe_shared_expert_intermediate_size")
+    total_size = args.get("moe_shared_expert_intermediate_size")
     width = args.get("moe_ffn_hidden_size")
     if not args.get("num_experts"):
         return
-    count = (whole or 0) // width if width else 0
-    if width and count * width != (whole or 0):
+    count = (total_size or 0) // width if width else 0
+    if width and count * width != (total_size or 0):
         args.lost(
-            f"no class has shared experts of {whole} next to experts of {width}: "
+            f"no class has shared experts of {total_size} next to experts of {width}: "
             f"{args.key('n_shared_experts')} is left out"
         )
     else:
@@ -267,11 +267,11 @@ def _two_pools_back(args: Arguments, out: Values) -> None:
         out[args.key("n_shared_experts")] = (args.get("moe_shared_expert_intermediate_size") or 0) // widths[0]
 
 
-def _ahead_to(model: ConfigWords, out: Values) -> None:
+def _convert_mtp_to(model: ConfigWords, out: Values) -> None:
     out["mtp_num_layers"] = model.count("num_nextn_predict_layers") or None
 
 
-def _ahead_back(args: Arguments, out: Values) -> None:
+def _convert_mtp_back(args: Arguments, out: Values) -> None:
     ahead = args.get("mtp_num_layers") or 0
     if ahead or "first_k_dense_replace" in args.facts.defaults:
         out[args.key("num_nextn_predict_layers")] = ahead
@@ -294,7 +294,7 @@ def _interleaved_back(args: Arguments, out: Values) -> None:
     step = layers.index(1) + 1 if 1 in layers else 0
     if step and layers == [int((i + 1) % step == 0) for i in range(len(layers))]:
         out["interleave_moe_layer_step"] = step
-    out["moe_layers"] = [i for i, each in enumerate(layers) if each]
+    out["moe_layers"] = [i for i, is_sparse in enumerate(layers) if is_sparse]
     if args.get("moe_shared_expert_intermediate_size") != args.get("moe_ffn_hidden_size"):
         args.lost("moe_shared_expert_intermediate_size: the class's shared expert is as wide as each of the others")
 
@@ -324,5 +324,5 @@ EXPERT_FORMS: Mapping[str, Form] = {
     "shared_expert": Form(_shared_expert_to, _shared_expert_back),
     "one_shared": Form(_one_shared_to, _one_shared_back),
     "two_pools": Form(_two_pools_to, _two_pools_back),
-    "ahead": Form(_ahead_to, _ahead_back),
+    "ahead": Form(_convert_mtp_to, _convert_mtp_back),
 }

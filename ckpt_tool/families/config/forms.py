@@ -109,31 +109,31 @@ def windowed_layers(model: ConfigWords) -> tuple[int | None, list[bool]]:
         return None, [False] * layers
     if isinstance(kinds, list) and len(kinds) == layers:
         return size, [kind == "sliding_attention" for kind in kinds]
-    first = model.count("max_window_layers") or 0
-    return size, [i >= first for i in range(layers)]
+    full_count = model.count("max_window_layers") or 0
+    return size, [i >= full_count for i in range(layers)]
 
 
 def _window_to(model: ConfigWords, out: Values) -> None:
     size, layers = windowed_layers(model)
     if size is not None and any(layers):
         out["window_size"] = (size - 1, 0)
-        out["window_attn_skip_freq"] = None if all(layers) else [int(each) for each in layers]
+        out["window_attn_skip_freq"] = None if all(layers) else [int(is_windowed) for is_windowed in layers]
 
 
 def _window_back(args: Arguments, out: Values) -> None:
     window = args.get("window_size")
     layers = args.get("num_layers") or 0
-    every = "max_window_layers" not in args.facts.defaults
+    has_no_maximum = "max_window_layers" not in args.facts.defaults
     if not (isinstance(window, tuple | list) and len(window) == 2 and type(window[0]) is int):
-        out |= {"sliding_window": None} if every else {"use_sliding_window": False}
+        out |= {"sliding_window": None} if has_no_maximum else {"use_sliding_window": False}
         return
     kinds = window_pattern(args.get("window_attn_skip_freq"), layers)
     out["sliding_window"] = window[0] + 1
-    if not every:
+    if not has_no_maximum:
         out |= {"use_sliding_window": True, "max_window_layers": 0}
     if not all(kinds):
-        out["layer_types"] = ["sliding_attention" if each else "full_attention" for each in kinds]
-        if not every and kinds == sorted(kinds):
+        out["layer_types"] = ["sliding_attention" if is_windowed else "full_attention" for is_windowed in kinds]
+        if not has_no_maximum and kinds == sorted(kinds):
             out["max_window_layers"] = kinds.index(True) if True in kinds else layers
 
 
@@ -156,11 +156,15 @@ def rope_of(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Values:
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
     rope.pop("type", None)
     theta = rope.pop("rope_theta", None) or config.get("rope_theta") or defaults.get("rope_theta")
-    part = rope.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or _turned(config, defaults)
+    part = (
+        rope.pop("partial_rotary_factor", None)
+        or config.get("partial_rotary_factor")
+        or _compute_rotary_share(config, defaults)
+    )
     return {"theta": theta, "part": part or defaults.get("partial_rotary_factor") or 1.0, "type": kind, **rope}
 
 
-def _turned(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> float | None:
+def _compute_rotary_share(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> float | None:
     """The part of a head that turns, of a config that counts its dims (MiniMax)."""
     dims, width = (config.get(key, defaults.get(key)) for key in ("rotary_dim", "head_dim"))
     return dims / width if type(dims) is int and type(width) is int and 0 < dims <= width else None

@@ -38,10 +38,10 @@ _TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate")
 
 
 def _gelu_to(model: ConfigWords, out: Values) -> None:
-    stated = model.get("activation_function")
-    out["bias_gelu_fusion"] = stated in _TANH
-    if stated not in (*_TANH, "gelu"):
-        model.lost(f"activation_function: Megatron's arguments have no plain {stated}")
+    activation = model.get("activation_function")
+    out["bias_gelu_fusion"] = activation in _TANH
+    if activation not in (*_TANH, "gelu"):
+        model.lost(f"activation_function: Megatron's arguments have no plain {activation}")
     if out.get("ffn_hidden_size") is None:
         out["ffn_hidden_size"] = 4 * (model.count("hidden_size") or 0)
 
@@ -107,22 +107,22 @@ def _turns(every: int) -> Form:
 
 def _no_rope_to(model: ConfigWords, out: Values) -> None:
     layers = min(model.count("num_hidden_layers") or 0, LAYERS)
-    turned = model.config.get("no_rope_layers")
-    every = model.count("no_rope_layer_interval") or 4
-    if not isinstance(turned, list):
-        turned = [(i + 1) % every != 0 for i in range(layers)]
-    out["no_rope_freq"] = [int(not each) for each in turned]
+    has_rope = model.config.get("no_rope_layers")
+    interval = model.count("no_rope_layer_interval") or 4
+    if not isinstance(has_rope, list):
+        has_rope = [(i + 1) % interval != 0 for i in range(layers)]
+    out["no_rope_freq"] = [int(not each) for each in has_rope]
 
 
 def _no_rope_back(args: Arguments, out: Values) -> None:
     layers = args.get("num_layers") or 0
     skipped = no_rope_pattern(args.get("no_rope_freq"), layers) or [0] * min(layers, LAYERS)
-    out["no_rope_layers"] = [1 - each for each in skipped]
+    out["no_rope_layers"] = [1 - is_skipped for is_skipped in skipped]
 
 
 def _window_rope_to(model: ConfigWords, out: Values) -> None:
     if out.get("window_size") is not None:
-        out["no_rope_freq"] = [1 - each for each in out["window_attn_skip_freq"]]
+        out["no_rope_freq"] = [1 - is_windowed for is_windowed in out["window_attn_skip_freq"]]
 
 
 def _window_rope_back(args: Arguments, out: Values) -> None:
@@ -178,7 +178,7 @@ def _block_indexer_to(model: ConfigWords, out: Values) -> None:
     if isinstance(kinds, list):
         indexed = [i for i, kind in enumerate(kinds) if kind == "minimax_m3_sparse"]
     else:
-        indexed = [i for i, each in enumerate(freq) if each] if isinstance(freq, list) else []
+        indexed = [i for i, is_indexed in enumerate(freq) if is_indexed] if isinstance(freq, list) else []
     if indexed:
         _INDEXER.to(model, out)
         out["lightning_indexer_layers"] = indexed
@@ -199,13 +199,16 @@ def _block_indexer_back(args: Arguments, out: Values) -> None:
 def _falcon_to(model: ConfigWords, out: Values) -> None:
     heads = model.count("num_attention_heads")
     hidden = model.count("hidden_size") or 0
-    new = bool(model.get("new_decoder_architecture"))
-    groups = (model.count("num_kv_heads") or heads) if new else 1 if model.get("multi_query") else heads
+    is_new_architecture = bool(model.get("new_decoder_architecture"))
+    groups = (model.count("num_kv_heads") or heads) if is_new_architecture else 1 if model.get("multi_query") else heads
     out["group_query_attention"] = groups != heads
     out["num_query_groups"] = groups if groups != heads else 1
     out["kv_channels"] = hidden // (heads or 1)
     out["add_bias_linear"] = bool(model.get("bias"))
-    out |= {"new_decoder_architecture": new, "parallel_attention": new or bool(model.get("parallel_attn"))}
+    out |= {
+        "new_decoder_architecture": is_new_architecture,
+        "parallel_attention": is_new_architecture or bool(model.get("parallel_attn")),
+    }
     if (norms := model.count("num_ln_in_parallel_attn")) is not None:
         out["num_ln_in_parallel_attn"] = norms
     if out.get("ffn_hidden_size") is None:
@@ -220,12 +223,12 @@ def _falcon_to(model: ConfigWords, out: Values) -> None:
 
 def _falcon_back(args: Arguments, out: Values) -> None:
     heads = args.get("num_attention_heads")
-    new = bool(args.get("new_decoder_architecture"))
+    is_new_architecture = bool(args.get("new_decoder_architecture"))
     groups = args.args.get("num_query_groups") if args.get("group_query_attention") else heads
-    out |= {"new_decoder_architecture": new, "parallel_attn": bool(args.get("parallel_attention"))}
+    out |= {"new_decoder_architecture": is_new_architecture, "parallel_attn": bool(args.get("parallel_attention"))}
     if type(norms := args.args.get("num_ln_in_parallel_attn")) is int:
         out["num_ln_in_parallel_attn"] = norms
-    out |= {"num_kv_heads": groups} if new else {"multi_query": groups == 1 and heads != 1}
+    out |= {"num_kv_heads": groups} if is_new_architecture else {"multi_query": groups == 1 and heads != 1}
     out |= {"bias": bool(args.get("add_bias_linear")), "alibi": False, "activation": "gelu"}
 
 

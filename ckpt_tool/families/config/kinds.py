@@ -60,20 +60,20 @@ _GEMMA4_EXPERTS = same(
 )
 
 
-def _of_whole_layers(model: ConfigWords, released: str, key: str) -> int | None:
+def _read_full_attention_value(model: ConfigWords, released: str, key: str) -> int | None:
     """What layers that see all have: as released, or in transformers' `per_layer_config`, which leaves out what is as in
     the others."""
-    stated = model.config.get("per_layer_config")
-    rows = stated.values() if isinstance(stated, Mapping) else ()
-    each = next((row[key] for row in rows if isinstance(row, Mapping) and type(row.get(key)) is int), None)
-    return model.count(released) or each or (model.count(key) if rows else None)
+    by_layer = model.config.get("per_layer_config")
+    rows = by_layer.values() if isinstance(by_layer, Mapping) else ()
+    first_value = next((row[key] for row in rows if isinstance(row, Mapping) and type(row.get(key)) is int), None)
+    return model.count(released) or first_value or (model.count(key) if rows else None)
 
 
 def _gemma4_to(model: ConfigWords, out: Values) -> None:
     _GEMMA4.to(model, out)
-    groups = _of_whole_layers(model, "num_global_key_value_heads", "num_key_value_heads")
+    groups = _read_full_attention_value(model, "num_global_key_value_heads", "num_key_value_heads")
     out["num_global_query_groups"] = groups or model.count("num_key_value_heads")
-    out["global_kv_channels"] = _of_whole_layers(model, "global_head_dim", "head_dim") or 512
+    out["global_kv_channels"] = _read_full_attention_value(model, "global_head_dim", "head_dim") or 512
     out["sliding_window_rope_base"] = _local_base(model)
     if model.get("enable_moe_block"):
         _GEMMA4_EXPERTS.to(model, out)
@@ -112,10 +112,10 @@ _EVERY = 6  # without a list, layer 0 and each sixth see all
 def _mimo_v2_to(model: ConfigWords, out: Values) -> None:
     _MIMO.to(model, out)
     layers = min(model.count("num_hidden_layers") or 0, LAYERS)
-    stated = model.config.get("hybrid_layer_pattern")
+    pattern = model.config.get("hybrid_layer_pattern")
     kinds = model.get("layer_types")
-    if isinstance(stated, list) and len(stated) == layers:
-        windowed = [int(bool(each)) for each in stated]
+    if isinstance(pattern, list) and len(pattern) == layers:
+        windowed = [int(bool(is_windowed)) for is_windowed in pattern]
     elif isinstance(kinds, list) and len(kinds) == layers:
         windowed = [int(kind == "sliding_attention") for kind in kinds]
     else:
@@ -125,14 +125,14 @@ def _mimo_v2_to(model: ConfigWords, out: Values) -> None:
     groups = model.count("num_key_value_heads") or 0
     out["swa_num_query_groups"] = model.count("swa_num_key_value_heads") or 2 * groups
     out["sliding_window_rope_base"] = _local_base(model)
-    for key, other in (
+    for key, target_name in (
         ("swa_num_attention_heads", "num_attention_heads"),
         ("swa_head_dim", "head_dim"),
         ("swa_v_head_dim", "v_head_dim"),
     ):
-        if model.count(key) not in (None, model.count(other)):
+        if model.count(key) not in (None, model.count(target_name)):
             model.lost(
-                f"{key} {model.get(key)}: Megatron-Bridge's layer has {model.get(other)}, as in layers that see all"
+                f"{key} {model.get(key)}: Megatron-Bridge's layer has {model.get(target_name)}, as in layers that see all"
             )
     model.lost(
         "windowed layers have key-value heads, a rope and sinks of their own, values are narrower than keys and scaled: "
@@ -152,8 +152,8 @@ def _mimo_v2_back(args: Arguments, out: Values) -> None:
     out |= {
         "sliding_window": size,
         "sliding_window_size": size,
-        "hybrid_layer_pattern": [int(each) for each in windowed],
-        "layer_types": ["sliding_attention" if each else "full_attention" for each in windowed],
+        "hybrid_layer_pattern": [int(is_windowed) for is_windowed in windowed],
+        "layer_types": ["sliding_attention" if is_windowed else "full_attention" for is_windowed in windowed],
         "rope_parameters": ropes,
         "swa_rope_theta": ropes["sliding_attention"]["rope_theta"],
         "swa_num_key_value_heads": args.get("swa_num_query_groups"),

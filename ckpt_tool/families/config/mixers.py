@@ -40,7 +40,7 @@ def _delta_net_back(args: Arguments, out: Values) -> None:
     pattern = linear_pattern(args.get("linear_attention_freq"), args.get("num_layers") or 0)
     if pattern is None:
         return
-    out["layer_types"] = ["linear_attention" if each else "full_attention" for each in pattern]
+    out["layer_types"] = ["linear_attention" if is_linear else "full_attention" for is_linear in pattern]
     if 0 in pattern and pattern == linear_pattern(pattern.index(0) + 1, len(pattern)):
         out["full_attention_interval"] = pattern.index(0) + 1
 
@@ -81,21 +81,21 @@ _DEPTHS = 64  # of multi-token prediction that are spelled out
 def hybrid_pattern(args: Arguments) -> tuple[str, list[str]]:
     """(a letter for each layer of the decoder, those of each depth of MTP), without the ends of stages. Before core 0.17
     two arguments said it."""
-    stated = args.get("hybrid_layer_pattern") or args.args.get("hybrid_override_pattern")
-    main, *ahead = stated.replace("|", "").split("/") if isinstance(stated, str) else [""]
+    pattern = args.get("hybrid_layer_pattern") or args.args.get("hybrid_override_pattern")
+    main, *ahead = pattern.replace("|", "").split("/") if isinstance(pattern, str) else [""]
     inner = args.args.get("mtp_hybrid_override_pattern")
     depths = args.get("mtp_num_layers") or 0
     if not any(ahead) and isinstance(inner, str):
         ahead = [inner] * min(depths, _DEPTHS)
-    return main, [each for each in ahead if each]
+    return main, [letters for letters in ahead if letters]
 
 
 def _letters(model: ConfigWords, pattern: str, kinds: str) -> str:
-    stated = model.get(pattern)
-    listed = model.get(kinds)
-    if isinstance(stated, str):
-        return stated
-    return "".join(_LETTERS.get(str(kind), "?") for kind in listed) if isinstance(listed, list) else ""
+    text = model.get(pattern)
+    layer_kinds = model.get(kinds)
+    if isinstance(text, str):
+        return text
+    return "".join(_LETTERS.get(str(kind), "?") for kind in layer_kinds) if isinstance(layer_kinds, list) else ""
 
 
 def _hybrid_to(model: ConfigWords, out: Values) -> None:

@@ -69,12 +69,12 @@ def kind_of(config: Mapping[str, Any]) -> str | None:
     if isinstance(kind, str) and kind in CLASSES:
         return kind
     classes = config.get("architectures")
-    names = [str(each).removesuffix("Pipe") for each in classes] if isinstance(classes, list) else []
+    names = [str(model_class).removesuffix("Pipe") for model_class in classes] if isinstance(classes, list) else []
     for name in names if kind is None else ():
         family = family_of_class(name)
-        for each in family.classes if family else ():
-            if each.forms and each.architecture == name:
-                return each.model_type
+        for model_class in family.classes if family else ():
+            if model_class.forms and model_class.architecture == name:
+                return model_class.model_type
     return None
 
 
@@ -84,15 +84,17 @@ def language_model(config: Mapping[str, Any]) -> tuple[ModelClass | None, Mappin
     if ernie_vision.is_flat(config):
         if not ernie_vision.is_sound(config):
             return None, config
-        config = ernie_vision.nested(config)
+        config = ernie_vision.nest_config(config)
     family = known_family(config.get("model_type"))
     parts = language_classes(family) if family else ()
     part = family.part(config) if family else config.get("text_config")
-    first = parts[0] if parts else None
+    first_part = parts[0] if parts else None
     if not isinstance(part, Mapping):
-        return first, config
+        return first_part, config
     kind = part.get("model_type")
-    facts = next((each for each in parts if each.model_type == kind), None) or CLASSES.get(str(kind), first)
+    facts = next((part_class for part_class in parts if part_class.model_type == kind), None) or CLASSES.get(
+        str(kind), first_part
+    )
     tied = {key: value for key, value in config.items() if key == TIED}
     return facts, {**part, **tied} if facts else config
 
@@ -119,33 +121,36 @@ def megatron_args(config: Mapping[str, Any], kind: str | None = None) -> Transla
 
 def _arguments(config: Mapping[str, Any], facts: ModelClass) -> Translated:
     model = ConfigWords(sound(config, facts), facts)
-    out = dict(facts.megatron)
+    arguments = dict(facts.megatron)
     for form in facts.forms:
-        FORMS[form].to(model, out)
+        FORMS[form].to(model, arguments)
     for key, value in facts.unsayable.items():
         if model.get(key) not in (None, value):
             model.lost(f"{key} {model.get(key)}: Megatron always has {value}")
-    if out.get("moe_router_enable_expert_bias") and out.get("moe_router_score_function", "softmax") == "softmax":
+    if (
+        arguments.get("moe_router_enable_expert_bias")
+        and arguments.get("moe_router_score_function", "softmax") == "softmax"
+    ):
         model.lost(
             "the experts' bias with a softmax: Megatron has it for sigmoid alone, and refuses to build this model"
         )
-    out.setdefault("hidden_dropout", 0.0)
-    if out.get("max_position_embeddings") is not None:
-        out["seq_length"] = out["max_position_embeddings"]
-    out["add_position_embedding"] = True
-    for new, old in OLD_NAMES.items():
-        if new in out:
-            out[old] = out[new]
-    return Translated(out, tuple(model.notes))
+    arguments.setdefault("hidden_dropout", 0.0)
+    if arguments.get("max_position_embeddings") is not None:
+        arguments["seq_length"] = arguments["max_position_embeddings"]
+    arguments["add_position_embedding"] = True
+    for new_name, old_name in OLD_NAMES.items():
+        if new_name in arguments:
+            arguments[old_name] = arguments[new_name]
+    return Translated(arguments, tuple(model.notes))
 
 
-def with_ahead(args: Mapping[str, Any], layers: int) -> Values:
+def set_mtp_layers(args: Mapping[str, Any], layers: int) -> Values:
     """The arguments with so many layers of multi-token prediction; without any a hybrid model's pattern has none."""
-    out = {**args, "mtp_num_layers": layers or None}
+    changed = {**args, "mtp_num_layers": layers or None}
     pattern = args.get("hybrid_layer_pattern")
     if not layers and isinstance(pattern, str):
-        out |= {"hybrid_layer_pattern": pattern.partition("/")[0], "mtp_use_repeated_layer": False}
-    return out
+        changed |= {"hybrid_layer_pattern": pattern.partition("/")[0], "mtp_use_repeated_layer": False}
+    return changed
 
 
 def from_megatron(args: Mapping[str, Any], family: str | None = None) -> Translated:
@@ -190,24 +195,24 @@ def _strange(config: Mapping[str, Any], facts: ModelClass) -> int:
     """How many of the values that the class takes by itself are others in the config."""
     model = ConfigWords(config, replace(facts, defaults={}))
     rope = rope_of(config, {})
-    stated = {"rope_theta": rope["theta"], "partial_rotary_factor": rope["part"]}
-    return sum(stated.get(key, model.get(key)) != value for key, value in facts.defaults.items())
+    rope_values = {"rope_theta": rope["theta"], "partial_rotary_factor": rope["part"]}
+    return sum(rope_values.get(key, model.get(key)) != value for key, value in facts.defaults.items())
 
 
 def _plain(family: Family) -> list[ModelClass]:
     """Its classes that are no part of another model."""
-    return [each for each in family.classes if each.forms and not each.part]
+    return [model_class for model_class in family.classes if model_class.forms and not model_class.part]
 
 
 def _as_a_part(family: Family, translated: Translated) -> Translated:
     """The config of the whole model, of which Megatron's arguments have the language model's part."""
-    whole = family.classes[0]
+    whole_class = family.classes[0]
     part: Values = {key: value for key, value in translated.config.items() if key not in ("architectures", TIED)}
     for key in reversed(family.language.split(".")):
         part = {key: part}
-    note = f"Megatron's arguments do not describe the image or audio part of a {whole.model_type}: that part is not in the config"
+    note = f"Megatron's arguments do not describe the image or audio part of a {whole_class.model_type}: that part is not in the config"
     tied = {TIED: translated.config[TIED]} if TIED in translated.config else {}
-    config = {"architectures": [whole.architecture], "model_type": whole.model_type, **tied, **part}
+    config = {"architectures": [whole_class.architecture], "model_type": whole_class.model_type, **tied, **part}
     return Translated(config, (*translated.notes, note))
 
 
@@ -224,11 +229,11 @@ def _translated_back(args: Mapping[str, Any], facts: ModelClass) -> Translated:
 
 def differing(args: Mapping[str, Any], others: Mapping[str, Any]) -> Iterator[str]:
     """`name is this, not that` for each argument that decides what a model computes and is another in `others`."""
-    mine = _decisive(args)
-    theirs = _decisive(others)
-    for name in dict.fromkeys((*mine, *theirs)):
-        if mine.get(name) != theirs.get(name):
-            yield f"{name} {mine.get(name)!r}, not {theirs.get(name)!r}"
+    left = _decisive(args)
+    right = _decisive(others)
+    for name in dict.fromkeys((*left, *right)):
+        if left.get(name) != right.get(name):
+            yield f"{name} {left.get(name)!r}, not {right.get(name)!r}"
 
 
 def _decisive(args: Mapping[str, Any]) -> Values:
@@ -320,12 +325,12 @@ def contradictions(config: Mapping[str, Any]) -> Iterator[str]:
         "num_key_value_heads",
     )
     for key in counted:
-        own = model.key(key)
-        value = config.get(own)
+        config_key = model.key(key)
+        value = config.get(config_key)
         several = value if key == "intermediate_size" and isinstance(value, list) and value else [value]  # Gemma 3n
         sound_count = all(type(each) is int and each >= (key != "num_hidden_layers") for each in several)
-        if own in config and value is not None and not sound_count:
-            yield f"{own} is {value!r}"
+        if config_key in config and value is not None and not sound_count:
+            yield f"{config_key} is {value!r}"
     for key, value in config.items():
         of_each = isinstance(value, list) and all(type(each) is int for each in value)  # text and vision, in ERNIE's
         if key not in counted and not of_each and not fits(key, value, types):

@@ -176,13 +176,13 @@ _DEFAULTS = {
 
 def kinds_of(facts: ModelClass) -> dict[str, type]:
     """What a value must be, by key or argument: what its default in the class is, or as listed above."""
-    found: dict[str, type] = {}
+    kinds: dict[str, type] = {}
     for key, value in {**DEFAULTS, **EXPERT_DEFAULTS, **facts.defaults}.items():
-        found[facts.keys.get(key, key)] = found[key] = type(value)
-    found |= {name: type(value) for name, value in _DEFAULTS.items() if value is not None}
-    found |= dict.fromkeys(_COUNTS, int) | dict.fromkeys(_NUMBERS, float) | dict.fromkeys(_LISTS, list)
-    found |= dict.fromkeys(_WORDS, str) | {"use_sliding_window": bool, "enable_moe_block": bool}
-    return {**found, "rope_scaling": dict, "rope_parameters": dict}
+        kinds[facts.keys.get(key, key)] = kinds[key] = type(value)
+    kinds |= {name: type(value) for name, value in _DEFAULTS.items() if value is not None}
+    kinds |= dict.fromkeys(_COUNTS, int) | dict.fromkeys(_NUMBERS, float) | dict.fromkeys(_LISTS, list)
+    kinds |= dict.fromkeys(_WORDS, str) | {"use_sliding_window": bool, "enable_moe_block": bool}
+    return {**kinds, "rope_scaling": dict, "rope_parameters": dict}
 
 
 _SEVERAL = (
@@ -205,15 +205,15 @@ def fits(key: str, value: Any, kinds: Mapping[str, type]) -> bool:
     if value is None or kind is None or kind is type(None):
         return True
     if key in _SEVERAL and isinstance(value, list | tuple):
-        return len(value) <= LAYERS and all(type(each) in (int, bool) for each in value)
+        return len(value) <= LAYERS and all(type(item) in (int, bool) for item in value)
     if kind is int:
         return type(value) is int and -1 <= value < LARGEST
     if kind is float:
         return type(value) in (int, float) and abs(value) < 1e30  # false for NaN
     if kind is dict:
-        return isinstance(value, Mapping) and all(_fits_rope(name, each) for name, each in value.items())
+        return isinstance(value, Mapping) and all(_fits_rope(name, item) for name, item in value.items())
     if kind is list:
-        return isinstance(value, list) and all(type(each) in (int, str, bool) for each in value)
+        return isinstance(value, list) and all(type(item) in (int, str, bool) for item in value)
     return isinstance(value, kind)
 
 
@@ -221,7 +221,7 @@ def _fits_rope(name: Any, value: Any) -> bool:
     """An entry of a rope's record, which may hold a record for each kind of layer."""
     if isinstance(value, Mapping):
         plain = name in _ROPE_NUMBERS or name in ("rope_type", "type")
-        return not plain and all(_fits_rope(inner, each) for inner, each in value.items())
+        return not plain and all(_fits_rope(inner, part) for inner, part in value.items())
     if value is None or name in ("rope_type", "type"):
         return value is None or isinstance(value, str)
     if name not in _ROPE_NUMBERS:
@@ -250,11 +250,11 @@ class ConfigWords:
         return self.facts.keys.get(key, key)
 
     def get(self, key: str) -> Any:
-        own = self.key(key)
-        for name in (own, *OTHER_WORDS.get(own, ())):
+        config_key = self.key(key)
+        for name in (config_key, *OTHER_WORDS.get(config_key, ())):
             if name in self.config:
                 return self.config[name]
-        return self.facts.defaults.get(own, self.facts.defaults.get(key))
+        return self.facts.defaults.get(config_key, self.facts.defaults.get(key))
 
     def count(self, key: str) -> int | None:
         value = self.get(key)
@@ -276,9 +276,9 @@ class Arguments:
         return self.facts.keys.get(key, key)
 
     def get(self, name: str) -> Any:
-        for known in (name, OLD_NAMES.get(name, name)):
-            if known in self.args and (self.args[known] is not None or known == name):
-                return self.args[known]
+        for spelling in (name, OLD_NAMES.get(name, name)):
+            if spelling in self.args and (self.args[spelling] is not None or spelling == name):
+                return self.args[spelling]
         return _DEFAULTS.get(name)
 
     def lost(self, what: str) -> None:
@@ -310,7 +310,7 @@ def no_rope_pattern(freq: Any, layers: int) -> list[int] | None:
     """1 for each layer that does not turn q and k, as `TransformerConfig` reads `no_rope_freq`; None where all do."""
     if type(freq) is int and freq > 0:
         freq = [int((i + 1) % freq == 0) for i in range(min(layers, LAYERS))]
-    return [int(bool(each)) for each in freq] if isinstance(freq, list) and any(freq) else None
+    return [int(bool(is_skipped)) for is_skipped in freq] if isinstance(freq, list) and any(freq) else None
 
 
 def linear_pattern(freq: Any, layers: int) -> list[int] | None:
@@ -318,4 +318,4 @@ def linear_pattern(freq: Any, layers: int) -> list[int] | None:
     `linear_attention_freq`; None where it says nothing."""
     if type(freq) is int and freq > 0:
         return [int((i + 1) % freq != 0) for i in range(min(layers, LAYERS))]
-    return [int(bool(each)) for each in freq] if isinstance(freq, list) and freq else None
+    return [int(bool(is_linear)) for is_linear in freq] if isinstance(freq, list) and freq else None

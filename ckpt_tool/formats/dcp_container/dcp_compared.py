@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ckpt_tool.core.dtype import DType
-from ckpt_tool.core.faults import for_each
+from ckpt_tool.core.faults import read_each
 from ckpt_tool.core.inner_path import is_view
 from ckpt_tool.core.tensor import StoredArray
 from ckpt_tool.formats.dcp_container.dcp_columns import LARGEST, Arrays, Ints, Pieces, PieceTable
@@ -78,7 +78,7 @@ class _Comparing:
             rows = order[stops[number] : stops[number + 1]]
             self._in_file(self.names[number], rows[np.argsort(self.at[rows], kind="stable")])
 
-        for_each(range(len(self.names)), read)
+        read_each(range(len(self.names)), read)
         found: dict[str, Sequence[StoredArray]] = {}
         for number, tensor in enumerate(self.tensors):
             rows = slice(*self.starts[number : number + 2].tolist())

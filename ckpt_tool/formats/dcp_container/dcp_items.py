@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ckpt_tool import compiled
 from ckpt_tool.core.dtype import DType
-from ckpt_tool.core.faults import for_each
+from ckpt_tool.core.faults import read_each
 from ckpt_tool.core.missing import is_collecting, report_missing
 from ckpt_tool.core.tensor import StoredArray
 from ckpt_tool.errors import CkptError, CorruptFile, InconsistentCheckpoint, InputError, UnsafeInput
@@ -213,7 +213,7 @@ class DcpItems:
             for item, array in self.in_file(file, sorted(files.pop(file), key=itemgetter(0, 1, 2))):
                 found[item.fqn][item.number] = array
 
-        for_each(sorted(files), read)
+        read_each(sorted(files), read)
         return {
             fqn: [arrays[number] for number in range(len(arrays))]
             for fqn, arrays in found.items()
@@ -262,7 +262,7 @@ class DcpItems:
             return ReadObject(entry, pickled.value, zip_)
 
         in_order = sorted(entries, key=lambda e: (e.file, e.at))
-        found = for_each(in_order, read, file=lambda entry: entry.file)
+        found = read_each(in_order, read, file=lambda entry: entry.file)
         return [each for each in found if each is not None]
 
     # -- zips -------------------------------------------------------------------------------------------------------

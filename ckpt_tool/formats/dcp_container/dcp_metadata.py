@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.dtype import DType, from_torch
 from ckpt_tool.core.extras import Opaque, Symbol
-from ckpt_tool.core.faults import by_file
+from ckpt_tool.core.faults import read_by_file
 from ckpt_tool.core.missing import report_missing
 from ckpt_tool.core.tensor import Chunk, Path, StoredArray
 from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint, InputError
@@ -179,7 +179,7 @@ def _listing(tree: Tree, folder: str, names: Sequence[str], rows: Rows | None) -
         tree.expect([(folder + name, 0, size)])
         return pickles.load_file(tree, folder + name, span_from=0, opcodes=pickles.METADATA_OPCODES, rows=rows)
 
-    for name, pickled in by_file(names, load).items():
+    for name, pickled in read_by_file(names, load).items():
         shown = tree.display(folder + name)
         value = pickled.value
         if isinstance(value, Opaque) and value.name == _MEGATRON and isinstance(value.state, dict):

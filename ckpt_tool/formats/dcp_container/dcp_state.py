@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.catalog import Note, mark_replicas
 from ckpt_tool.core.dtype import DType
-from ckpt_tool.core.faults import both, for_each
+from ckpt_tool.core.faults import both, read_each
 from ckpt_tool.core.tensor import ChunkColumns, LogicalTensor, Path, StoredArray, TensorKey, simple_tensor
 from ckpt_tool.errors import InputError
 from ckpt_tool.formats.dcp_container.dcp_items import DATA, DcpItems, ReadObject
@@ -48,7 +48,7 @@ class State:
         self.coded: list[str] = []
         self.tensors: list[LogicalTensor] = []
         self.extras = NestedExtras()
-        for listing, (arrays, objects) in zip(listings, for_each(listings, self._items, file=id), strict=True):
+        for listing, (arrays, objects) in zip(listings, read_each(listings, self._items, file=id), strict=True):
             for fqn, entry in listing.tensors.items():
                 if fqn in self.items.odd:
                     kind, line, fault = self.items.odd[fqn]

@@ -74,7 +74,7 @@ def write(whole: WholeState, folder: Path) -> None:
     matrices = [name for name, tensor in whole.state("master").items() if tensor.ndim > 1]
     vectors = [name for name, tensor in whole.state("master").items() if tensor.ndim < 2]
     groups = [group for group in (matrices, vectors) if group]
-    with _named():
+    with _rename_classes():
         for rank in range(whole.layout.dp):
             if rank == whole.layout.dp // 2:
                 fault_point("files")
@@ -91,7 +91,7 @@ def write(whole: WholeState, folder: Path) -> None:
 
 
 @contextmanager
-def _named() -> Iterator[None]:
+def _rename_classes() -> Iterator[None]:
     """The classes under DeepSpeed's names, for as long as files are written."""
     parts = [name.split(".") for name in _CLASSES]
     names = {".".join(words[:count]) for words in parts for count in range(1, len(words) + 1)}

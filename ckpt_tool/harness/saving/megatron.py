@@ -32,7 +32,7 @@ from ckpt_tool.harness.saving.fault_point import fault_point
 from ckpt_tool.harness.saving.megatron_model import (
     MegatronWeight,
     hyperparameters,
-    joined,
+    join_module,
     modules,
     namespace,
     scheduler,
@@ -68,7 +68,7 @@ def write(whole: WholeState, folder: Path) -> None:
         inner.mkdir(parents=True)
         params = _locals(whole, rank)
         if layout.zero:
-            torch.save(_distributed(whole, rank, params), inner / "distrib_optim.pt")
+            torch.save(_build_distributed(whole, rank, params), inner / "distrib_optim.pt")
         common = {"args": args, "checkpoint_version": 3.0, "iteration": iteration}
         torch.save({**common, **_rank_file(whole, rank, params)}, inner / "model_optim_rng.pt")
     (folder / "config.json").write_text(json.dumps(whole.config, indent=2))
@@ -104,7 +104,7 @@ def _locals(whole: WholeState, rank: RankState) -> list[Local]:
 
 def _value(whole: WholeState, rank: RankState, param: Local, state: str) -> torch.Tensor:
     """The rank's part of a state: its boxes laid end to end."""
-    tensor = joined(param.module, state, whole)
+    tensor = join_module(param.module, state, whole)
     return torch.cat([tensor[region(box)] for box in share_of(param.module, rank)]).contiguous()
 
 
@@ -182,7 +182,7 @@ def _is_fp32(whole: WholeState, param: Local) -> bool:
     return whole.tensors["model", param.module.parts[0]].dtype == torch.float32
 
 
-def _distributed(whole: WholeState, rank: RankState, params: Sequence[Local]) -> Any:
+def _build_distributed(whole: WholeState, rank: RankState, params: Sequence[Local]) -> Any:
     """`distrib_optim.pt`: of each optimizer its buffers, None where another folder has the dense one."""
     made: list[Any] = []
     for number, part in enumerate(_parts(whole, params)):

@@ -29,7 +29,7 @@ from ckpt_tool.harness.saving import torch_dcp
 from ckpt_tool.harness.saving.megatron_model import (
     MegatronWeight,
     hyperparameters,
-    joined,
+    join_module,
     modules,
     namespace,
     scheduler,
@@ -61,7 +61,7 @@ def write(whole: WholeState, folder: Path) -> None:
             "master": "optimizer.state.param." if whole.layout.zero and not muon else "optimizer.state.fp32_param.",
             **{state: f"optimizer.state.{state}." for state in (MUON_STATES if muon else STATES)[2:]},
         }
-        tensors = {state: joined(module, state, whole) for state in states}
+        tensors = {state: join_module(module, state, whole) for state in states}
         seen = set()
         for number, rank in enumerate(whole.ranks):
             for box in share_of(module, rank):

@@ -25,7 +25,7 @@ from ckpt_tool.harness.saving import torch_dcp
 from ckpt_tool.harness.saving.megatron_model import (
     MegatronWeight,
     hyperparameters,
-    joined,
+    join_module,
     modules,
     namespace,
     scheduler,
@@ -64,9 +64,9 @@ def write(whole: WholeState, folder: Path) -> None:
             paths[".".join(path)] = path
             parts[0].append(TensorBox(".".join(path), (), step, ()))
         for state in ("master", *_STATES):
-            tensor = joined(module, state, whole)
+            tensor = join_module(module, state, whole)
             for number, box in _boxes(module, whole):
-                part, offset, shape = _stored(module, box, tuple(tensor.shape))
+                part, offset, shape = _locate_stored(module, box, tuple(tensor.shape))
                 path = ("model", f"module.{module.name}{part}")
                 path = path if state == "master" else ("optimizer", "state", name + part, state)
                 paths[".".join(path)] = path
@@ -104,7 +104,9 @@ def _boxes(module: MegatronWeight, whole: WholeState) -> Iterator[tuple[int, Box
             start = end
 
 
-def _stored(module: MegatronWeight, box: Box, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+def _locate_stored(
+    module: MegatronWeight, box: Box, shape: tuple[int, ...]
+) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
     """(end of the key, where the box begins in what is stored under it, that one's shape)."""
     if module.kind != "gated":
         return "", box.offset, shape

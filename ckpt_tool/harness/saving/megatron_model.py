@@ -86,7 +86,7 @@ def _mlp(ours: str, hub: str, layer: int, expert: int | None) -> Iterator[Megatr
     yield MegatronWeight(f"{ours}linear_fc2.weight", (f"{hub}down_proj.weight",), "plain", 1, layer, expert)
 
 
-def joined(module: MegatronWeight, state: str, whole: WholeState) -> torch.Tensor:
+def join_module(module: MegatronWeight, state: str, whole: WholeState) -> torch.Tensor:
     """The module's whole tensor of a state."""
     parts = [whole.tensors[state, name] for name in module.parts]
     if module.kind == "plain":

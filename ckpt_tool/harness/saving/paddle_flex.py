@@ -26,8 +26,8 @@ import torch
 from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.harness.pieces import RankState
 from ckpt_tool.harness.saving.fault_point import fault_point
-from ckpt_tool.harness.saving.megatron_model import joined, share_of
-from ckpt_tool.harness.saving.paddle_model import PaddleWeight, powers, scheduler, weights, with_states
+from ckpt_tool.harness.saving.megatron_model import join_module, share_of
+from ckpt_tool.harness.saving.paddle_model import PaddleWeight, powers, scheduler, select_stateful, weights
 from ckpt_tool.harness.saving.whole import HARNESS, WholeState, region
 from ckpt_tool.storage.pickles.pickle_values import NumpyArray, PickledRecord
 from ckpt_tool.storage.pickles.pickle_writer import dumps
@@ -94,7 +94,7 @@ def _items(whole: WholeState, rank: RankState) -> list[tuple[str, RankBlock]]:
     mine = [weight for weight in weights(whole) if share_of(weight.module, rank)]
     for weight in mine:
         found.append(("model_state", _block(whole, rank, weight, "model", weight.name)))
-    mine = with_states(mine, whole)
+    mine = select_stateful(mine, whole)
     found += [
         ("optimizer_state", RankBlock(f"{weight.name}.{suffix}", power, (1,), (0,), (1,), None))
         for weight in mine
@@ -109,7 +109,7 @@ def _items(whole: WholeState, rank: RankState) -> list[tuple[str, RankBlock]]:
 
 def _block(whole: WholeState, rank: RankState, weight: PaddleWeight, state: str, key: str) -> RankBlock:
     """The rank's block of a weight, whole."""
-    tensor = joined(weight.module, state, whole)
+    tensor = join_module(weight.module, state, whole)
     values = torch.cat([tensor[region(box)] for box in share_of(weight.module, rank)])
     shape = tuple(tensor.shape)
     cut = weight.module.cut
@@ -166,7 +166,9 @@ def _save(folder: Path, ranks: Sequence[Sequence[RankBlock]]) -> None:
     for number, items in enumerate(stored):
         file = f"{number}_0.distcp"
         for item in items:
-            states.setdefault(item.key, []).append(PickledRecord(f"{_MODULE}.LocalTensorMetadata", state=_stated(item)))
+            states.setdefault(item.key, []).append(
+                PickledRecord(f"{_MODULE}.LocalTensorMetadata", state=_describe_item(item))
+            )
             storage[PickledRecord(f"{_MODULE}.LocalTensorIndex", state=_index(item))] = file
         (folder / file).write_bytes(_data(items))
     state = {
@@ -189,7 +191,7 @@ def _data(items: Sequence[RankBlock]) -> bytes:
     return dumps({**body, "StructuredToParameterName@@": names}, protocol=4)
 
 
-def _stated(item: RankBlock) -> dict[str, Any]:
+def _describe_item(item: RankBlock) -> dict[str, Any]:
     return {
         "global_offset": item.offset,
         "local_shape": item.shape,

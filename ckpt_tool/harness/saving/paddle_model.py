@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpt_tool.harness.saving.megatron_model import MegatronWeight, joined, modules
+from ckpt_tool.harness.saving.megatron_model import MegatronWeight, join_module, modules
 from ckpt_tool.harness.saving.whole import WholeState
 from ckpt_tool.storage.pickles.pickle_writer import dumps
 
@@ -48,7 +48,7 @@ def weights(whole: WholeState) -> list[PaddleWeight]:
     return found
 
 
-def with_states(found: Sequence[PaddleWeight], whole: WholeState) -> list[PaddleWeight]:
+def select_stateful(found: Sequence[PaddleWeight], whole: WholeState) -> list[PaddleWeight]:
     """Those under whose names states are stored: of a tied pair on one stage the first in the alphabet, on two stages
     both."""
     once = bool(whole.config["tie_word_embeddings"]) and whole.layout.pp == 1
@@ -57,7 +57,7 @@ def with_states(found: Sequence[PaddleWeight], whole: WholeState) -> list[Paddle
 
 def value(weight: PaddleWeight, state: str, whole: WholeState) -> torch.Tensor:
     """The whole tensor of a state, as Paddle lays it."""
-    tensor = joined(weight.module, state, whole)
+    tensor = join_module(weight.module, state, whole)
     return tensor.t().contiguous() if weight.turned else tensor
 
 

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from ckpt_tool.harness.saving.fault_point import fault_point
-from ckpt_tool.harness.saving.paddle_model import PaddleWeight, powers, scheduler, value, weights, with_states
+from ckpt_tool.harness.saving.paddle_model import PaddleWeight, powers, scheduler, select_stateful, value, weights
 from ckpt_tool.harness.saving.whole import HARNESS, WholeState
 
 _SUFFIXES = {"exp_avg": "moment1_0", "exp_avg_sq": "moment2_0"}
@@ -62,7 +62,7 @@ def _writer(weight: PaddleWeight, whole: WholeState) -> int:
 
 def _files(part: list[PaddleWeight], whole: WholeState) -> dict[str, dict[str, torch.Tensor]]:
     optimizer: dict[str, torch.Tensor] = {}
-    stated = with_states(part, whole)
+    stated = select_stateful(part, whole)
     for weight in stated:
         optimizer |= {
             f"{weight.name}/{suffix}": value(weight, state, whole).clone() for state, suffix in _SUFFIXES.items()

@@ -36,7 +36,7 @@ def write(whole: WholeState, folder: Path) -> None:
     placements, tensors = _tensors(whole, mesh)
     extras = {"iteration": whole.scalars["step"], HARNESS: dict(whole.scalars)}
     save = digits(canonical([mesh, extras, {path: file["boxes"] for path, file in files.items()}]))
-    for path, file in _written(files):
+    for path, file in _write_files(files):
         metadata = {
             "format": "pt",
             "ckpt_format": "sharded",
@@ -130,7 +130,7 @@ def digits(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _written(files: dict[str, dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _write_files(files: dict[str, dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The files, with a place to die after half of them."""
     for number, (path, file) in enumerate(files.items()):
         if number == len(files) // 2:

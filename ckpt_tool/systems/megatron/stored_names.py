@@ -39,7 +39,7 @@ import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ckpt_tool.core.bounds import bounded, numeral
+from ckpt_tool.core.bounds import check_count, numeral
 
 CONTAINERS = SEQUENTIAL, TE_GROUPED, GROUPED = "sequential", "te_grouped", "grouped"
 TIED_HEAD = "output_layer.weight"
@@ -393,13 +393,13 @@ def experts_count(names: Iterable[str]) -> int:
     """How many experts a layer has at most, from logical names; 0 without experts. Raises InconsistentCheckpoint
     E1650."""
     numbers = [found.expert for name in names if ".experts." in name and (found := expert_of(name))]
-    return bounded(max(numbers, default=-1) + 1, len(numbers), "experts by the tensors' names")
+    return check_count(max(numbers, default=-1) + 1, len(numbers), "experts by the tensors' names")
 
 
 def layers_count(names: Iterable[str]) -> int:
     """How many layers there are by logical names, MTP's aside. Raises InconsistentCheckpoint E1650."""
     numbers = [found[1] for name in names if (found := layer_of(name))]
-    return bounded(max(numbers, default=-1) + 1, len(numbers), "layers by the tensors' names")
+    return check_count(max(numbers, default=-1) + 1, len(numbers), "layers by the tensors' names")
 
 
 def mtp_count(names: Iterable[str]) -> int:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ckpt_tool.core.bounds import bounded
+from ckpt_tool.core.bounds import check_count
 from ckpt_tool.core.hints import Degrees
 from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.target import Wanted, WantedTensor
@@ -206,8 +206,8 @@ def vocabulary_rows(
             hint="cut both to the vocabulary's size with --vocab-size N",
         )
     (have,) = found
-    multiple = bounded(facts.vocab_multiple or 128, have, "rows by make_vocab_size_divisible_by in the arguments")
-    real = wanted.wish.vocab_size or bounded(facts.vocab or 0, 16 * have, "rows by vocab_size in the arguments")
+    multiple = check_count(facts.vocab_multiple or 128, have, "rows by make_vocab_size_divisible_by in the arguments")
+    real = wanted.wish.vocab_size or check_count(facts.vocab or 0, 16 * have, "rows by vocab_size in the arguments")
     unit = multiple * tp
     if isinstance(real, int) and 0 < real:
         need = ceil_div(real, unit) * unit

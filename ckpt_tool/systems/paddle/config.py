@@ -33,7 +33,7 @@ _JOB = ("fuse_", "recompute", "use_fused_", "use_flash_attention", "sequence_par
 def paddle_config(config: Mapping[str, Any]) -> Translated:
     """The config as Paddle reads it, every value spelled out."""
     if ernie_vision.is_nested(config):
-        return Translated(*ernie_vision.flat(config))
+        return Translated(*ernie_vision.flatten_config(config))
     kind = kind_of(config)
     facts: ModelClass
     notes: tuple[str, ...]
@@ -95,7 +95,7 @@ def _windowed_rope(config: Mapping[str, Any], out: Values) -> tuple[str, ...]:
 def from_paddle(config: Mapping[str, Any]) -> Translated:
     """The config as transformers reads it."""
     if ernie_vision.is_flat(config):
-        return Translated(ernie_vision.nested(config), ())
+        return Translated(ernie_vision.nest_config(config), ())
     out = dict(config)
     classes = out.get("architectures")
     if isinstance(classes, list):

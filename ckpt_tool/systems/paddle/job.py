@@ -47,7 +47,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
 
-from ckpt_tool.core.bounds import bounded
+from ckpt_tool.core.bounds import check_count
 from ckpt_tool.core.flat_line import FlatLine
 from ckpt_tool.core.hints import Hint
 from ckpt_tool.core.integers import ceil_div
@@ -259,7 +259,7 @@ def items_of(names: Iterable[str], config: Mapping[str, Any]) -> Items:
     prefix = max(by_prefix, key=lambda key: len(by_prefix[key]))
     numbers = by_prefix[prefix]
     stated = text_config(config).get("num_hidden_layers")
-    layers = most = bounded(max(numbers) + 1, len(names), "layers by the tensors' names")
+    layers = most = check_count(max(numbers) + 1, len(names), "layers by the tensors' names")
     if type(stated) is int and 0 < stated <= layers:
         layers = stated
     elif prefix in ahead:

@@ -35,7 +35,7 @@ from functools import lru_cache
 from math import gcd, lcm, prod
 from typing import Any, NamedTuple
 
-from ckpt_tool.core.bounds import bounded
+from ckpt_tool.core.bounds import check_count
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.hints import Degrees
@@ -274,7 +274,7 @@ def _expert_counts(names: Sequence[str]) -> dict[str, int]:
         front, number = expert_of(name)
         if number is not None:
             counts[front] = max(counts.get(front, 0), number + 1)
-    return {front: bounded(count, len(names), "experts by the tensors' names") for front, count in counts.items()}
+    return {front: check_count(count, len(names), "experts by the tensors' names") for front, count in counts.items()}
 
 
 def tied_pair(

@@ -183,7 +183,7 @@ def test_chance_keeps_its_share() -> None:
     """Of 400 000 elements, within five standard deviations; of neighbours, pairs as often as independence says."""
     n = 400_000
     density = 0.3
-    flags = task_vectors.kept(task_vectors.draws(task_vectors.stream(1, 0, "w"), 0, n), density)
+    flags = task_vectors.draw_kept(task_vectors.draws(task_vectors.stream(1, 0, "w"), 0, n), density)
     assert abs(flags.mean() - density) < 5 * (density * (1 - density) / n) ** 0.5
     assert abs((flags[1:] & flags[:-1]).mean() - density**2) < 5 * (density**2 / n) ** 0.5
 

@@ -16,7 +16,7 @@ from typing import Any
 from ckpt_tool.core.box import whole
 from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.extras import Symbol
-from ckpt_tool.core.faults import by_file, for_each
+from ckpt_tool.core.faults import read_by_file, read_each
 from ckpt_tool.core.hints import Globals, Hints
 from ckpt_tool.core.missing import report_missing
 from ckpt_tool.core.tensor import (
@@ -90,7 +90,7 @@ class UniversalReader:
         state = self._optimizer_state()
         record = Recorded.from_value(state.extras.get(KEY)) if isinstance(state.extras, dict) else None
         self._module_files(files, record)
-        opened = by_file((path for found in folders.values() for path in found.values()), self._open)
+        opened = read_by_file((path for found in folders.values() for path in found.values()), self._open)
         for name, found in folders.items():
             self.params[name] = self._param(name, {state: opened[path] for state, path in found.items()}, found)
         self._whole(record)
@@ -166,9 +166,9 @@ class UniversalReader:
                 "copy the module files of the checkpoint into this folder: DeepSpeed reads its counters from them",
             )
         try:
-            first, *others = modules = for_each(names, self._module_file)
+            first, *others = modules = read_each(names, self._module_file)
         except InputError:
-            for_each(
+            read_each(
                 dict.fromkeys((*names, *of_rank.values())), self._module_file
             )  # names those of the other ranks too
             raise
@@ -253,7 +253,7 @@ class UniversalReader:
                 "copy every rank's model states into this folder",
                 faults=gone[8:],
             )
-        files = [first, *for_each([of_rank[rank] for rank in range(1, count)], self._module_file)]
+        files = [first, *read_each([of_rank[rank] for rank in range(1, count)], self._module_file)]
         self._of_one_save(first, files[1:], alike=True)
         for name, shape in first.frozen.items():
             chunks: list[Chunk] = []

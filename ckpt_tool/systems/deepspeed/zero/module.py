@@ -19,7 +19,7 @@ from typing import TypeVar
 from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.box import whole
 from ckpt_tool.core.catalog import Note
-from ckpt_tool.core.faults import by_file
+from ckpt_tool.core.faults import read_by_file
 from ckpt_tool.core.tensor import EMA, EXTRAS, Chunk, LogicalTensor, StoredArray, TensorKey, simple_tensor
 from ckpt_tool.formats.state_dict.tree import dotted
 from ckpt_tool.formats.state_dict.words import is_average
@@ -138,7 +138,7 @@ class Module:
 
     def _files_of(self, files: Mapping[K, str]) -> Iterator[tuple[K, str, dict[str, StoredArray]]]:
         """(key, name, tensors) of files of named tensors alone."""
-        read = by_file((name for _, name in sorted(files.items())), lambda name: read_tensors(self.tree, name))
+        read = read_by_file((name for _, name in sorted(files.items())), lambda name: read_tensors(self.tree, name))
         for key, name in sorted(files.items()):
             arrays, content = read[name]
             self.unsafe += content.unsafe

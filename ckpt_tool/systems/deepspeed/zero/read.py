@@ -22,7 +22,7 @@ from typing import Any
 
 from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
 from ckpt_tool.core.dtype import DTYPES
-from ckpt_tool.core.faults import by_file, for_each
+from ckpt_tool.core.faults import read_by_file, read_each
 from ckpt_tool.core.hints import Degrees, Globals, Hints
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.missing import report_missing
@@ -178,7 +178,7 @@ class ZeroReader:
                 raise refused("AutoEP experts (ds_autoep_layers): fused experts are not read yet", file.path)
             self.modules[modules[name]] = file
 
-        for_each((*modules, *optimizers), read)
+        read_each((*modules, *optimizers), read)
 
     def _count_model_ranks(self, first: ModuleFile) -> int:
         """Model ranks, all of them pipeline stages: tensor parallel ranks are refused."""
@@ -447,7 +447,7 @@ class ZeroReader:
             return of_modules([file for _, file in sorted(self.modules.items())], module.parameters())
 
         expert_files = sorted(self.files.expp.items())
-        file_by_name = by_file((name for _, name in expert_files), lambda name: read_module(self.tree, name))
+        file_by_name = read_by_file((name for _, name in expert_files), lambda name: read_module(self.tree, name))
         for file in file_by_name.values():
             self.note_code(file)
         for module_file in self.modules.values():

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.core.box import whole
 from ckpt_tool.core.catalog import Catalog, Note, Unread, faults_of
-from ckpt_tool.core.faults import for_each, together
+from ckpt_tool.core.faults import read_each, together
 from ckpt_tool.core.gc_pause import gc_paused
 from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.missing import is_collecting, report_missing
@@ -246,7 +246,7 @@ def _read(tree: Tree, chosen: FileSet, *, lenient: bool, forced: bool) -> Catalo
 
 def _read_headers(tree: Tree, files: Sequence[str], *, lenient: bool) -> list[SafetensorsHeader]:
     """Every header; all files at fault are named at once."""
-    return for_each(files, lambda file: read_header(tree, file, lenient=lenient))
+    return read_each(files, lambda file: read_header(tree, file, lenient=lenient))
 
 
 def _delta(tree: Tree, path: str) -> UnknownFormat:

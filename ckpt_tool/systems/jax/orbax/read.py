@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.catalog import Catalog, CatalogRow, Note, Unread
-from ckpt_tool.core.faults import for_each
+from ckpt_tool.core.faults import read_each
 from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.missing import is_collecting, report_missing
 from ckpt_tool.core.tensor import STEP, LogicalTensor, Path, TensorKey
@@ -184,7 +184,7 @@ def _arrays(tree: Tree, item: OrbaxItem, *, lenient: bool) -> tuple[list[tuple[O
     may_be_absent = item.sparse or (item.sparse is None and lenient)
     if is_collecting():
         leaves = _leaves_with_header(tree, store, leaves, version)
-    arrays = for_each(
+    arrays = read_each(
         leaves, lambda leaf: read_array(tree, store, leaf.stored, version=version, holes=not may_be_absent), file=id
     )
     notes = check_chunks(tree, item, arrays, lenient=lenient)

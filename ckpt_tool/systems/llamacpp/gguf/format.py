@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.dtype import DTYPES
-from ckpt_tool.core.faults import for_each
+from ckpt_tool.core.faults import read_each
 from ckpt_tool.core.hints import Hints, Stated
 from ckpt_tool.core.missing import is_collecting
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey, simple_tensor
@@ -82,7 +82,7 @@ class _Gguf:
     def read(self, tree: Tree, options: ReadOptions = AS_IS) -> Catalog:
         """The catalog, from headers alone. Raises UnknownFormat E0393, E1704; Incomplete E1703; CorruptFile E1700;
         InconsistentCheckpoint E1701, E1702, E1705; CorruptFile E2870."""
-        headers = for_each(chosen_model(tree).files, lambda path: read_header(tree, path))
+        headers = read_each(chosen_model(tree).files, lambda path: read_header(tree, path))
         if not is_collecting():
             check_split(tree, headers)
         tensors: dict[TensorKey, LogicalTensor] = {}

@@ -25,7 +25,7 @@ from math import prod
 from typing import Any
 
 from ckpt_tool.core.catalog import Catalog, Note
-from ckpt_tool.core.faults import by_file
+from ckpt_tool.core.faults import read_by_file
 from ckpt_tool.core.hints import Degrees, Globals, Hints
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.tensor import MODEL, StoredArray
@@ -59,7 +59,7 @@ def read_files(tree: Tree, alpha: float | None = None) -> Catalog:
     Raises Incomplete E0302 (ranks, layers), InconsistentCheckpoint E0305, InputError E2790 (names whose numbers nothing
     explains, files of another content), UnmappedTensor E2003, and what the containers raise."""
     files = adapter_files(tree)
-    contents = by_file(files, lambda file: read_content(tree, file))
+    contents = read_by_file(files, lambda file: read_content(tree, file))
     ranks = {file: list(_arrays(tree, file, content)) for file, content in contents.items()}
     local = [name for arrays in ranks.values() for name, _ in arrays]
     if not is_adapter(_plain(name) for name in local):

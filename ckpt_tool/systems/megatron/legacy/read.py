@@ -28,7 +28,7 @@ from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
 from ckpt_tool.core.dtype import DTYPES, DType
-from ckpt_tool.core.faults import by_file
+from ckpt_tool.core.faults import read_by_file
 from ckpt_tool.core.hints import Degrees, Globals, Hints
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.missing import report_missing
@@ -109,7 +109,7 @@ def read_ranks(tree: Tree) -> Catalog:
     optimizer_files = [file for file in optimizer_files if tree.exists(file)]
     optimizer_files += share_files(tree, folders)
     model_files = [f"{path}/{MODEL_FILE}" for path in folders]
-    contents = by_file((*model_files, *optimizer_files), lambda file: read_content(tree, file))
+    contents = read_by_file((*model_files, *optimizer_files), lambda file: read_content(tree, file))
 
     ranks = [_sort_model_file(tree, path, contents[f"{path}/{MODEL_FILE}"]) for path in folders]
     return _MegatronReading(tree, folders, ranks, {file: contents[file] for file in optimizer_files}).catalog()

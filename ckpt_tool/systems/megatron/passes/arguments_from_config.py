@@ -121,7 +121,7 @@ def with_arguments(wanted: Wanted, chosen: Chosen, fmt: Format) -> tuple[Mapping
 
 def _of_tensors(args: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
     """The arguments with what the tensors and the options say: dtype, vocabulary, MTP layers, the spec."""
-    from ckpt_tool.families.config.translation import with_ahead
+    from ckpt_tool.families.config.translation import set_mtp_layers
 
     out = dict(args)
     model = {tensor.key.name: tensor for tensor in wanted.tensors if tensor.key.state == MODEL}
@@ -138,7 +138,7 @@ def _of_tensors(args: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
         unit = out["make_vocab_size_divisible_by"] * tp
         out["padded_vocab_size"] = ceil_div(out["vocab_size"], unit) * unit
     ahead = {found[1] for name in model if (found := _AHEAD.match(name))}
-    out = with_ahead(out, len(ahead))
+    out = set_mtp_layers(out, len(ahead))
     te = wanted.wish.of(MegatronOptions).spec == "te"
     out["transformer_impl"] = "transformer_engine" if te else "local"
     if out.get("num_experts"):

@@ -28,7 +28,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.attention_window import stated_windows
-from ckpt_tool.core.bounds import bounded
+from ckpt_tool.core.bounds import check_count
 from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.target import Wanted, WantedTensor
 from ckpt_tool.core.tensor import EXTRAS, MASTER, MODEL
@@ -453,4 +453,4 @@ def _stretched(shape: Shape, rows: Iterable[Stretch]) -> _KeyPart:
 
 
 def _count(numbers: Sequence[int], what: str) -> int:
-    return bounded(max(numbers, default=-1) + 1, len(numbers), f"{what} by the tensors' names")
+    return check_count(max(numbers, default=-1) + 1, len(numbers), f"{what} by the tensors' names")

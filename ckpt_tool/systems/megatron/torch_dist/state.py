@@ -33,7 +33,7 @@ from typing import Any
 
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.extras import Opaque, Symbol
-from ckpt_tool.core.faults import both, for_each
+from ckpt_tool.core.faults import both, read_each
 from ckpt_tool.core.missing import report_missing
 from ckpt_tool.core.tensor import Path, StoredArray
 from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint, InputError, UnsafeInput
@@ -267,7 +267,7 @@ def _filled(tree: Tree, entries: list[ObjectEntry], items: DcpItems, out: Object
         return value
 
     order = sorted(entries, key=lambda e: (e.file, e.at))
-    values = for_each(order, held, file=lambda entry: entry.file)
+    values = read_each(order, held, file=lambda entry: entry.file)
     return {entry.fqn: value for entry, value in zip(order, values, strict=True) if not is_empty(value)}
 
 

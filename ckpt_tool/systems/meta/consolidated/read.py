@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
-from ckpt_tool.core.faults import for_each
+from ckpt_tool.core.faults import read_each
 from ckpt_tool.core.hints import Globals, Hints
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey, simple_tensor
@@ -77,7 +77,7 @@ def read_shards(tree: Tree, names: tuple[str, ...], *, lenient: bool, required: 
             path=tree.display(PARAMS),
             hint="fetch it into this folder: it is next to every release",
         )
-    files = for_each(names, lambda name: read_content(tree, name))
+    files = read_each(names, lambda name: read_content(tree, name))
     sizes = sizes_of(params, tree.display(PARAMS)) if params is not None else None
     shards = _Shards(names, [_flat(tree, name, file) for name, file in zip(names, files, strict=True)], sizes)
     meta_files.check(names, path=tree.display(), count=_count_in_all(shards))

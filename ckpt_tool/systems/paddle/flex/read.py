@@ -55,7 +55,7 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.catalog import Catalog, CatalogRow, Note, mark_replicas
 from ckpt_tool.core.dtype import DTYPES, DType
-from ckpt_tool.core.faults import for_each
+from ckpt_tool.core.faults import read_each
 from ckpt_tool.core.flat_line import Boxes, FlatLine
 from ckpt_tool.core.hints import Degrees, Dialect, Globals, Hints
 from ckpt_tool.core.mesh import Mesh
@@ -115,7 +115,7 @@ class DataFiles:
 
     def read(self, files: Iterable[str]) -> None:
         """Open them all; those that can't be read are reported at once."""
-        for_each(dict.fromkeys(files), self.tensors_of)
+        read_each(dict.fromkeys(files), self.tensors_of)
 
     def rename(self, file: str, key: str, name: str, saved: Saved) -> None:
         """Replace a tensor of a file by `saved`, under another key."""

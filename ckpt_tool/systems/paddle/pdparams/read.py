@@ -22,7 +22,7 @@ from typing import Any
 from ckpt_tool.core.box import whole
 from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.dtype import DTYPES, DType, from_name
-from ckpt_tool.core.faults import by_file
+from ckpt_tool.core.faults import read_by_file
 from ckpt_tool.core.hints import Degrees, Dialect, Hints
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.missing import report_missing
@@ -89,7 +89,7 @@ class PaddleReading:
         if tree.single is None:
             check_whole(tree, files, self.degrees)
         self.where = {file.name: rank_of(file, self.degrees) for file in files}
-        self.contents = by_file((file.name for file in files), lambda name: read_paddle(tree, name))
+        self.contents = read_by_file((file.name for file in files), lambda name: read_paddle(tree, name))
         self.notes: list[Note] = []
         self.config = config
         self._names: dict[tuple[int, int, int], dict[str, str]] = {}

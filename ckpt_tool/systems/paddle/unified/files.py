@@ -51,7 +51,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.dtype import DType
-from ckpt_tool.core.faults import for_each
+from ckpt_tool.core.faults import read_each
 from ckpt_tool.core.missing import report_missing
 from ckpt_tool.core.tensor import EMA, MASTER, MODEL, TensorKey
 from ckpt_tool.errors import CorruptFile, Incomplete, InconsistentCheckpoint
@@ -381,7 +381,7 @@ def read_part(tree: Tree, index: PaddleIndex, *, lenient: bool) -> IndexedFiles:
     named = index.files()
     _refuse_missing(tree, index, named)
     there = [file for file in named if file in tree.listing()]
-    headers = for_each(there, lambda file: read_header(tree, file, lenient=lenient))
+    headers = read_each(there, lambda file: read_header(tree, file, lenient=lenient))
     rows: dict[str, tuple[SafetensorsHeader, int]] = {}
     more: dict[str, tuple[SafetensorsHeader, int]] = {}
     again: dict[str, list[tuple[SafetensorsHeader, int]]] = {}

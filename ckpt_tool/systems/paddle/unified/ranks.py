@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from ckpt_tool.core.box import whole
 from ckpt_tool.core.catalog import mark_replicas
 from ckpt_tool.core.dtype import DTYPES
-from ckpt_tool.core.faults import by_file
+from ckpt_tool.core.faults import read_by_file
 from ckpt_tool.core.flat_line import FlatLine
 from ckpt_tool.core.missing import report_missing
 from ckpt_tool.core.tensor import MASTER, Chunk, LogicalTensor, StoredArray, TensorKey
@@ -78,7 +78,7 @@ def read_ranks(
     held: dict[TensorKey, list[ArrayOfRank]] = {}
     stems = (OPTIMIZER_STEM, MASTER_STEM)
     paths = [file.path for stem in stems for file in ranks.get(stem, ())]
-    headers = by_file(paths, lambda path: read_header(tree, path, lenient=lenient))
+    headers = read_by_file(paths, lambda path: read_header(tree, path, lenient=lenient))
     for stem in stems:
         for file in ranks.get(stem, ()):
             header = headers[file.path]

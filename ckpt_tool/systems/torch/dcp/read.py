@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ckpt_tool.core.catalog import Catalog, Note
-from ckpt_tool.core.faults import for_each
+from ckpt_tool.core.faults import read_each
 from ckpt_tool.core.hints import FileRanks, Globals, Hints
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.tensor import LogicalTensor, starts_of
@@ -40,7 +40,7 @@ def read_tree(tree: Tree, options: ReadOptions) -> Catalog:
             hint="pass the folder that holds .metadata",
         )
     dcp_folders.check(saves, tree.display())
-    listings = for_each(saves, lambda save: read_listing(tree, save.folder, save.metadata), file=id)
+    listings = read_each(saves, lambda save: read_listing(tree, save.folder, save.metadata), file=id)
     for listing in listings:
         if not options.forced:
             dcp_folders.refuse(

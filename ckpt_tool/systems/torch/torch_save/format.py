@@ -33,7 +33,7 @@ from typing import Any
 
 from ckpt_tool.core.box import whole
 from ckpt_tool.core.catalog import Catalog, Note
-from ckpt_tool.core.faults import by_file
+from ckpt_tool.core.faults import read_by_file
 from ckpt_tool.core.hints import Globals, Hints
 from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.missing import report_missing
@@ -143,7 +143,7 @@ def _read(tree: Tree, chosen: ChosenFiles, options: ReadOptions) -> Catalog:
 
     if chosen.ranks:
         return torch_ranks.read(tree, chosen, required=required)
-    files = by_file(expected, lambda name: read_content(tree, name, dtensors=True))
+    files = read_by_file(expected, lambda name: read_content(tree, name, dtensors=True))
     if any(file.wrapped for file in files.values()):
         own = [(torch_choice.rank_files([n]) or (TorchRankFile(n, "", None, None),))[0]._replace(name=n) for n in files]
         return torch_ranks.read(tree, replace(chosen, ranks=tuple(own)), required=required)

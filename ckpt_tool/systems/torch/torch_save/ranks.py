@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tool.core.box import Box, whole
 from ckpt_tool.core.catalog import Catalog, Note, mark_replicas
-from ckpt_tool.core.faults import by_file
+from ckpt_tool.core.faults import read_by_file
 from ckpt_tool.core.hints import Degrees, Globals, Hints
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.missing import is_collecting, report_missing
@@ -92,7 +92,7 @@ def read(tree: Tree, chosen: ChosenFiles, *, required: bool) -> Catalog:
     """
     _check_ranks(tree, chosen.ranks)
     state = _RankStates()
-    contents = by_file((file.name for file in chosen.ranks), lambda name: read_content(tree, name, dtensors=True))
+    contents = read_by_file((file.name for file in chosen.ranks), lambda name: read_content(tree, name, dtensors=True))
     for file in chosen.ranks:
         _add(tree, file, contents[file.name], state)
     _check_flat(tree, chosen.ranks, state)
