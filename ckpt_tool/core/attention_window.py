@@ -25,7 +25,7 @@ WHOLE = "full_attention"
 def window_pattern(freq: Any, layers: int) -> list[bool]:
     """Which layers look through the window, as `is_layer_window_attention` reads the argument."""
     if isinstance(freq, list):
-        return [bool(each) for each in freq]
+        return [bool(is_windowed) for is_windowed in freq]
     layers = min(layers, LEAST)
     return [freq is None or bool((i + 1) % freq) for i in range(layers)] if freq != 0 else [True] * layers
 
@@ -40,7 +40,7 @@ def stated_windows(args: Mapping[str, Any]) -> list[bool]:
     if isinstance(turns, list | tuple) and len(turns) == 2 and all(type(n) is int and 0 <= n < LEAST for n in turns):
         freq = sum(turns)
     if isinstance(freq, list):
-        return window_pattern([each not in (0, False, WHOLE) for each in freq], 0)
+        return window_pattern([window not in (0, False, WHOLE) for window in freq], 0)
     return window_pattern(freq, layers) if type(layers) is int and layers > 0 and type(freq) is int and freq > 0 else []
 
 

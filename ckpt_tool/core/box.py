@@ -51,26 +51,28 @@ class Box(NamedTuple):
         shared = self & other
         if shared is None:
             return [self] if self.numel else []
-        left = list[Box]()
+        remaining = list[Box]()
         offset = list(self.offset)
         shape = list(self.shape)
         for d, (start, extent) in enumerate(zip(shared.offset, shared.shape, strict=True)):
             for low, high in ((offset[d], start), (start + extent, offset[d] + shape[d])):
                 if low < high:
-                    left.append(Box((*offset[:d], low, *offset[d + 1 :]), (*shape[:d], high - low, *shape[d + 1 :])))
+                    remaining.append(
+                        Box((*offset[:d], low, *offset[d + 1 :]), (*shape[:d], high - low, *shape[d + 1 :]))
+                    )
             offset[d], shape[d] = start, extent
-        return left
+        return remaining
 
 
 def first_hole(shape: Sequence[int], boxes: Iterable[Box], *, most: int = 4096) -> Box | None:
     """The first box (by its offset) of a tensor of `shape` that none of `boxes` holds, None where there is none, or
     where it takes more than `most` pieces to tell."""
-    left = [whole(shape)] if 0 not in shape else []
+    holes = [whole(shape)] if 0 not in shape else []
     for box in boxes:
-        left = [piece for part in left for piece in part.minus(box)]
-        if len(left) > most:
+        holes = [piece for part in holes for piece in part.minus(box)]
+        if len(holes) > most:
             return None
-    return min(left, key=lambda box: box.offset, default=None)
+    return min(holes, key=lambda box: box.offset, default=None)
 
 
 def whole(shape: Iterable[int]) -> Box:
@@ -111,18 +113,18 @@ def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     row = prod(shape[1:])
     if row == 1:
         return [Box((start, *(0,) * (len(shape) - 1)), (stop - start, *shape[1:]))]
-    first = start // row
-    last = stop // row
-    if first == last:
-        return _rows(shape, first, flat_boxes(shape[1:], start - first * row, stop - first * row))
+    first_row = start // row
+    last_row = stop // row
+    if first_row == last_row:
+        return _rows(shape, first_row, flat_boxes(shape[1:], start - first_row * row, stop - first_row * row))
     boxes: list[Box] = []
     if start % row:
-        boxes += _rows(shape, first, flat_boxes(shape[1:], start - first * row, row))
-        first += 1
-    if last > first:
-        boxes.append(Box((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])))
+        boxes += _rows(shape, first_row, flat_boxes(shape[1:], start - first_row * row, row))
+        first_row += 1
+    if last_row > first_row:
+        boxes.append(Box((first_row, *(0,) * (len(shape) - 1)), (last_row - first_row, *shape[1:])))
     if stop % row:
-        boxes += _rows(shape, last, flat_boxes(shape[1:], 0, stop - last * row))
+        boxes += _rows(shape, last_row, flat_boxes(shape[1:], 0, stop - last_row * row))
     return boxes
 
 
@@ -141,9 +143,9 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
         group = groups.pop()
         if len(group) > 1:
             parts = _split_by_planes(boxes, group)
-            found = None if parts else _sweep(boxes, group)
-            if found is not None:
-                return found
+            overlap = None if parts else _sweep(boxes, group)
+            if overlap is not None:
+                return overlap
             groups += parts
     return None
 

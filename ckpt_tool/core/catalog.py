@@ -99,20 +99,22 @@ class Catalog:
 
     def check(self) -> None:
         """Raise unless every tensor's boxes tile it. All faults at once."""
-        parted = getattr(self.tensors, "parted", None)  # tables know which lie in parts: all others are one whole array
-        faults = list(faults_of(self.tensors.values() if parted is None else [*parted()], self.indexes))
+        list_parted = getattr(
+            self.tensors, "parted", None
+        )  # tables know which lie in parts: all others are one whole array
+        faults = list(faults_of(self.tensors.values() if list_parted is None else [*list_parted()], self.indexes))
         if faults and is_collecting() and all(isinstance(fault, Incomplete) for fault in faults):
             self._report_holes(faults)
         elif faults:
-            first = faults[0]
-            raise type(first)(
-                first.message
+            first_fault = faults[0]
+            raise type(first_fault)(
+                first_fault.message
                 if len(faults) == 1
-                else f"{len(faults)} tensors are not whole; the first: {first.message}",
-                code=first.code,
-                path=first.path,
-                key=first.key,
-                hint=first.hint,
+                else f"{len(faults)} tensors are not whole; the first: {first_fault.message}",
+                code=first_fault.code,
+                path=first_fault.path,
+                key=first_fault.key,
+                hint=first_fault.hint,
                 faults=[
                     f"{fault.key}: {fault.message}{f' ({fault.path})' if fault.path else ''}" for fault in faults[1:]
                 ],
@@ -136,17 +138,17 @@ def faults_of(tensors: Iterable[LogicalTensor], indexes: Sequence[str] = ()) -> 
     (`indexes`), else the file that holds that part of tensors that lie beside this one.
     """
     gaps: dict[str, LogicalTensor] = {}
-    found: list[CkptError] = []
+    faults: list[CkptError] = []
     for tensor in tensors:
         fault = _fault_of(tensor)
         if fault is not None:
-            found.append(fault)
+            faults.append(fault)
             if isinstance(fault, Incomplete):
                 gaps[str(tensor.key)] = tensor
     if gaps:
         sound = [tensor for tensor in tensors if str(tensor.key) not in gaps and len(tensor.chunks) > 1][:PEERS]
-        found = [_add_location(each, gaps[each.key], sound, indexes) if each.key in gaps else each for each in found]
-    yield from found
+        faults = [_add_location(each, gaps[each.key], sound, indexes) if each.key in gaps else each for each in faults]
+    yield from faults
 
 
 def _add_location(
@@ -181,29 +183,29 @@ def _holders(tensor: LogicalTensor, sound: Sequence[LogicalTensor]) -> tuple[lis
     the same files will do: flat slices of ZeRO look alike and are not. Sure are we where several tensors say so, and
     none else.
     """
-    own = set(_parts(tensor))
-    found: dict[tuple[str, ...], list[TensorKey]] = {}
-    for peer in sound if own else ():
-        theirs = _parts(peer)
-        files = {theirs[part] for part in theirs.keys() - own}
-        if own < theirs.keys() and files.isdisjoint(file for file, *_ in own):
-            found.setdefault(tuple(sorted(files)), []).append(peer.key)
-    if not found:
+    own_parts = set(_parts(tensor))
+    keys_of: dict[tuple[str, ...], list[TensorKey]] = {}
+    for peer in sound if own_parts else ():
+        peer_parts = _parts(peer)
+        files = {peer_parts[part] for part in peer_parts.keys() - own_parts}
+        if own_parts < peer_parts.keys() and files.isdisjoint(file for file, *_ in own_parts):
+            keys_of.setdefault(tuple(sorted(files)), []).append(peer.key)
+    if not keys_of:
         return None
-    files_, peers = max(found.items(), key=lambda item: len(item[1]))
-    return list(files_), peers[0], len(found) == 1 and len(peers) > 2
+    files_, peers = max(keys_of.items(), key=lambda item: len(item[1]))
+    return list(files_), peers[0], len(keys_of) == 1 and len(peers) > 2
 
 
 def _parts(tensor: LogicalTensor) -> dict[tuple[Any, ...], str]:
     """(file, where each chunk begins and ends along each dim, as a share of its extent) -> file."""
-    out = {}
+    parts = {}
     for chunk in tensor.chunks:
         if chunk.box.numel:
             sides = zip(chunk.box.offset, chunk.box.end, tensor.shape, strict=True)
-            shares = [(at // gcd(at, n), n // gcd(at, n)) for low, high, n in sides for at in (low, high)]
+            shares = [(bound // gcd(bound, n), n // gcd(bound, n)) for low, high, n in sides for bound in (low, high)]
             part = (chunk.array.file, *shares)
-            out[part] = chunk.array.file
-    return out
+            parts[part] = chunk.array.file
+    return parts
 
 
 def _fault_of(tensor: LogicalTensor) -> CkptError | None:
@@ -247,11 +249,11 @@ def _fault_of(tensor: LogicalTensor) -> CkptError | None:
 
 def mark_replicas(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
     """Number chunks that hold the same box: the first is 0, the writer; the others are compared when read."""
-    seen: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
-    out = []
+    first_of: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+    marked = []
     for chunk in chunks:
-        where = (chunk.box.offset, chunk.box.shape)
-        number = seen.get(where, 0)
-        seen[where] = number + 1
-        out.append(chunk if number == chunk.replica else Chunk(chunk.box, chunk.array, chunk.within, number))
-    return tuple(out)
+        place = (chunk.box.offset, chunk.box.shape)
+        number = first_of.get(place, 0)
+        first_of[place] = number + 1
+        marked.append(chunk if number == chunk.replica else Chunk(chunk.box, chunk.array, chunk.within, number))
+    return tuple(marked)

@@ -116,5 +116,5 @@ def from_torch(name: str) -> DType | None:
 
 def from_name(name: str) -> DType | None:
     """The DType a person means: `bf16`, `BF16`, `bfloat16`, `torch.bfloat16`, `fp32`; None when unknown."""
-    found = DTYPES.get(name.upper()) or from_torch(name.lower())
-    return found or DTYPES.get(_ALIASES.get(name.lower(), ""))
+    dtype = DTYPES.get(name.upper()) or from_torch(name.lower())
+    return dtype or DTYPES.get(_ALIASES.get(name.lower(), ""))

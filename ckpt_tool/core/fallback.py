@@ -55,10 +55,12 @@ def choose(
         return Choice(names, tuple(name for name, _ in live), "even")
     spread = [name for name, _ in live if name in uneven]
     if spread and policy != "error":
-        kept = choose(n, [dim for dim in live if dim[0] not in spread], granule=granule, policy=policy)
-        cutting = [dim for dim in live if dim[0] in (*kept.used, *spread)]
+        remaining = choose(n, [dim for dim in live if dim[0] not in spread], granule=granule, policy=policy)
+        cutting = [dim for dim in live if dim[0] in (*remaining.used, *spread)]
         even = units % prod(size for _, size in cutting) == 0
-        return Choice(names, tuple(name for name, _ in cutting), kept.reason if even else "uneven", kept.better)
+        return Choice(
+            names, tuple(name for name, _ in cutting), remaining.reason if even else "uneven", remaining.better
+        )
     if policy == "error":
         from ckpt_tool.core.mesh import divisors_near  # the help, which lists the policies, needs no mesh
 

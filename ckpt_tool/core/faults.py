@@ -20,27 +20,27 @@ FAULTS_SHOWN = 100  # of one pass, each a line
 
 def read_by_file(names: Iterable[str], read: Callable[[str], V]) -> dict[str, V]:
     """What `for_each` reads, by file."""
-    listed = list(dict.fromkeys(names))
-    return dict(zip(listed, read_each(listed, read), strict=True))
+    files = list(dict.fromkeys(names))
+    return dict(zip(files, read_each(files, read), strict=True))
 
 
 def together(faults: Sequence[CkptError]) -> CkptError:
     """The first of several faults of one pass, to raise: with the others beside it, each with its place."""
-    first = faults[0]
+    first_fault = faults[0]
     lines = list[str]()
     for fault in faults[1:FAULTS_SHOWN]:
         lines += [f"{fault.message} ({fault.where()})", *fault.faults]
-    first.faults = (*first.faults, *lines[:FAULTS_SHOWN])
+    first_fault.faults = (*first_fault.faults, *lines[:FAULTS_SHOWN])
     for fault in faults[1:FAULTS_SHOWN]:
-        first.others = (*first.others, fault, *fault.others)
-    return first
+        first_fault.others = (*first_fault.others, fault, *fault.others)
+    return first_fault
 
 
 def both(one: Callable[[], K], other: Callable[[], V]) -> tuple[K, V]:
     """What two readings give, of which neither needs the other; the faults of both are raised as one, as `for_each`
     does."""
-    found: list[K | V] = read_each((0, 1), lambda number: other() if number else one())
-    return found[0], found[1]  # type: ignore[return-value]  # in this order
+    results: list[K | V] = read_each((0, 1), lambda number: other() if number else one())
+    return results[0], results[1]  # type: ignore[return-value]  # in this order
 
 
 def read_each(
@@ -51,17 +51,17 @@ def read_each(
 
     file: what an item lies in, where several lie in one: a file that does not read is named once.
     """
-    found: list[V] = []
+    results: list[V] = []
     faults: dict[object, CkptError] = {}
     for item in items:
         if faults and file(item) in faults:
             continue
         try:
-            found.append(read(item))
+            results.append(read(item))
         except (InputError, UnsafeInput) as fault:
             if fault.code in ASKS_FOR_CODE:
                 raise
             faults[file(item)] = fault
     if faults:
         raise together(list(faults.values()))
-    return found
+    return results

@@ -70,10 +70,10 @@ class FlatLine(Generic[T]):
     def end_to_end(blocks: Iterable[tuple[T, tuple[int, ...], int]]) -> FlatLine[T]:
         """Whole tensors one behind the other: (of, shape, elements of padding behind it)."""
         places = []
-        at = 0
-        for of, shape, gap in blocks:
-            places.append(LinePlace(of, at, 0, prod(shape), shape))
-            at += prod(shape) + gap
+        position = 0
+        for owner, shape, gap in blocks:
+            places.append(LinePlace(owner, position, 0, prod(shape), shape))
+            position += prod(shape) + gap
         return FlatLine(tuple(places))
 
     @property
@@ -83,7 +83,7 @@ class FlatLine(Generic[T]):
 
     def window(self, start: int, stop: int) -> FlatLine[T]:
         """The elements [start, stop), as a line that begins at `start`."""
-        out = []
+        places = []
         for number in range(max(bisect_right(self.places, start, key=lambda p: p.at) - 1, 0), len(self.places)):
             place = self.places[number]
             if place.at >= stop:
@@ -91,59 +91,59 @@ class FlatLine(Generic[T]):
             low = max(place.at, start)
             high = min(place.end, stop)
             if start == 0 and low < high == place.end:
-                out.append(place)
+                places.append(place)
             elif low < high:
-                first = place.start + low - place.at
-                out.append(place._replace(at=low - start, start=first, stop=first + high - low))
-        return FlatLine(tuple(out))
+                begin = place.start + low - place.at
+                places.append(place._replace(at=low - start, start=begin, stop=begin + high - low))
+        return FlatLine(tuple(places))
 
     def cut(self, borders: Mapping[T, Iterable[int]]) -> FlatLine[T]:
         """The same line, its places cut at these elements of their blocks, so that boxes of several lines agree."""
-        out: list[LinePlace] = []
+        places: list[LinePlace] = []
         for place in self.places:
             inner = sorted(c for c in borders.get(place.of, ()) if place.start < c < place.stop)
             for start, stop in zip((place.start, *inner), (*inner, place.stop), strict=True):
-                out.append(place._replace(at=place.at + start - place.start, start=start, stop=stop))
-        return FlatLine(tuple(out))
+                places.append(place._replace(at=place.at + start - place.start, start=start, stop=stop))
+        return FlatLine(tuple(places))
 
     def chunks(self, array: StoredArray, start: int = 0) -> Iterator[tuple[T, Chunk]]:
         """(tensor, chunk) of all that lies in `array`, a 1-d one that holds the line from element `start` on."""
         for place in self.window(start, start + array.numel).places:
-            for run, at in _runs(place):
+            for run, position in _runs(place):
                 for box, inner in _locate_in_tensor(place, run):
                     if inner.shape == run.shape:
-                        yield place.of, Chunk(box, array, Box((at,), (box.numel,)))
+                        yield place.of, Chunk(box, array, Box((position,), (box.numel,)))
                     else:  # a part of a view: plans reckon with less memory for it than for a view with strides
-                        yield place.of, Chunk(box, array.view(at, run.shape), inner)
+                        yield place.of, Chunk(box, array.view(position, run.shape), inner)
 
     def parts(self) -> Iterator[LinePart]:
         """Where the boxes of the tensors lie on the line, in its order."""
         for place in self.places:
-            for run, at in _runs(place):
+            for run, position in _runs(place):
                 for box, inner in _locate_in_tensor(place, run):
                     if inner.shape == run.shape:
-                        yield LinePart(place.of, box, at, None)
+                        yield LinePart(place.of, box, position, None)
                         continue
                     steps = contiguous_strides(run.shape)
-                    first = at + sum(o * s for o, s in zip(inner.offset, steps, strict=True))
+                    begin = position + sum(o * s for o, s in zip(inner.offset, steps, strict=True))
                     reach = sum((n - 1) * s for n, s in zip(inner.shape, steps, strict=True)) + 1
-                    yield LinePart(place.of, box, first, None if reach == box.numel else steps)
+                    yield LinePart(place.of, box, begin, None if reach == box.numel else steps)
 
 
 def _runs(place: LinePlace) -> Iterator[tuple[Box, int]]:
     """(box of the block, element of the line): boxes without gaps on the line."""
-    at = place.at
+    position = place.at
     for run in flat_boxes(place.shape, place.start, place.stop):
-        yield run, at
-        at += run.numel
+        yield run, position
+        position += run.numel
 
 
 def _locate_in_tensor(place: LinePlace, run: Box) -> Iterator[tuple[Box, Box]]:
     """(box of the tensor, the same inside the run) of a run of the block."""
     if not place.boxes:
         yield run, Box((0,) * len(run.shape), run.shape)
-    for there, here in place.boxes:
-        shared = run & here if run.shape else run
+    for in_tensor, in_run in place.boxes:
+        shared = run & in_run if run.shape else run
         if shared is not None:
-            moved = shared.translate(here.offset, sign=-1)
-            yield moved.translate(there.offset), shared.translate(run.offset, sign=-1)
+            shifted = shared.translate(in_run.offset, sign=-1)
+            yield shifted.translate(in_tensor.offset), shared.translate(run.offset, sign=-1)

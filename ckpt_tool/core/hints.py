@@ -31,12 +31,12 @@ class Hint:
 
     def plain(self) -> Any:
         """Plain values, as they are stored."""
-        out = {}
-        for each in fields(self):  # type: ignore[arg-type]  # every hint is a dataclass
-            value = getattr(self, each.name)
-            if each.default is MISSING or value != each.default:
-                out[each.name] = list(value) if isinstance(value, tuple) else value
-        return out
+        values = {}
+        for hint_field in fields(self):  # type: ignore[arg-type]  # every hint is a dataclass
+            value = getattr(self, hint_field.name)
+            if hint_field.default is MISSING or value != hint_field.default:
+                values[hint_field.name] = list(value) if isinstance(value, tuple) else value
+        return values
 
     @classmethod
     def read(cls, plain: Any) -> Self | None:
@@ -44,10 +44,10 @@ class Hint:
         if not isinstance(plain, Mapping):
             return None
         values = {}
-        for each in fields(cls):  # type: ignore[arg-type]
-            value = _sound(plain.get(each.name), str(each.type))
-            if value is not None or each.default is MISSING:
-                values[each.name] = value
+        for hint_field in fields(cls):  # type: ignore[arg-type]
+            value = _sound(plain.get(hint_field.name), str(hint_field.type))
+            if value is not None or hint_field.default is MISSING:
+                values[hint_field.name] = value
         return cls(**values)
 
 
@@ -99,8 +99,8 @@ class Hints:
     @property
     def dialect(self) -> str | None:
         """Whose names the tensors have, where that is not the format's own dialect."""
-        found = self.get(Dialect)
-        return found.name if found else None
+        hint = self.get(Dialect)
+        return hint.name if hint else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +137,8 @@ class Degrees(Hint):
         >>> Degrees(pp=1, tp=2).stated()
         {'tp': 2, 'pp': 1}
         """
-        stated: dict[str, int] = self.plain()
-        return stated
+        degrees: dict[str, int] = self.plain()
+        return degrees
 
     def at(self, name: str) -> int:
         """The size of a dim, 1 where nobody states it."""

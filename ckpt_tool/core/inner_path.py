@@ -133,10 +133,10 @@ def _encodable(path: str) -> bool:
 
 def inner_path(path: str) -> tuple[str, ...]:
     """The components of a path below the output's folder. Raises UnsafeInput E1600 for what may lead elsewhere."""
-    why = unfit(path)
-    if why:
+    reason = unfit(path)
+    if reason:
         raise UnsafeInput(
-            f"the output path {_shorten(path)} {why}",
+            f"the output path {_shorten(path)} {reason}",
             code="E1600",
             hint="only plain names below the output's own folder are written",
         )
@@ -148,10 +148,10 @@ def check_outputs(paths: Iterable[str], *, named_by: Callable[[str], str | None]
 
     named_by: the tensor whose name the path was made of, None where it is none's. path: the file that states the paths.
     """
-    found = list(output_faults(paths))
-    if found:
-        keys = [named_by(at) for at, _ in found[:SHOWN]]
-        texts = [f"{_shorten(at)} {why}" for at, why in found]
+    faults = list(output_faults(paths))
+    if faults:
+        keys = [named_by(at) for at, _ in faults[:SHOWN]]
+        texts = [f"{_shorten(at)} {reason}" for at, reason in faults]
         named = [text if key is None else f"{key[:200]}: {text}" for key, text in zip(keys, texts, strict=False)]
         raise UnsafeInput(
             f"the output path {texts[0]}", code="E1600", path=path, key=keys[0], hint=hint, faults=named[1:]
@@ -161,22 +161,22 @@ def check_outputs(paths: Iterable[str], *, named_by: Callable[[str], str | None]
 def output_faults(paths: Iterable[str]) -> Iterator[tuple[str, str]]:
     """(path, why) for every output path that can't be written, alone or with the others: unfit, twice, different from
     another in case alone (some file systems take the two for one), a file where another has a folder."""
-    seen: dict[str, str] = {}
+    first_spelling: dict[str, str] = {}
     for path in paths:
-        why = unfit(path)
+        reason = unfit(path)
         folded = path.casefold()
-        other = seen.get(folded)
-        if other is None:
-            seen[folded] = path
-        elif not why:
-            why = "is written twice" if other == path else f"differs from {_shorten(other)} in case alone"
-        if why:
-            yield path, why
+        earlier = first_spelling.get(folded)
+        if earlier is None:
+            first_spelling[folded] = path
+        elif not reason:
+            reason = "is written twice" if earlier == path else f"differs from {_shorten(earlier)} in case alone"
+        if reason:
+            yield path, reason
     folders: dict[str, str] = {}
-    for folded, path in seen.items():
+    for folded, path in first_spelling.items():
         above = folded.rpartition("/")[0]
         while above and above not in folders:
             folders[above] = path
             above = above.rpartition("/")[0]
-    for folded in sorted(folders.keys() & seen.keys()):
-        yield folders[folded], f"needs a folder of the same name as the file {_shorten(seen[folded])}"
+    for folded in sorted(folders.keys() & first_spelling.keys()):
+        yield folders[folded], f"needs a folder of the same name as the file {_shorten(first_spelling[folded])}"

@@ -137,16 +137,16 @@ def _blocks(
     shape: Sequence[int], dim: int, names: Sequence[str], placement: Placement, mesh: Mesh, granule: int
 ) -> list[tuple[int, int, int]]:
     """(start, extent, stored extent) of the blocks of a tensor dim that the mesh dims `names` cut, major first."""
-    whole = shape[dim]
+    extent = shape[dim]
     sizes = [mesh[name] for name in names]
     degree = prod(sizes)
     if dim not in placement.uneven and dim not in placement.padded:
-        return [(start, n, n) for start, n in (block(whole, degree, index) for index in range(degree))]
+        return [(start, n, n) for start, n in (block(extent, degree, index) for index in range(degree))]
     unit = dict(placement.granules).get(dim, granule)
     if dim in placement.padded:
-        full = -(-whole // unit // degree) * unit
-        return [(*block(whole, degree, index, granule=unit), full) for index in range(degree)]
-    parts = [(0, whole)]  # torch.chunk for each mesh dim in turn, as DTensor does
+        full = -(-extent // unit // degree) * unit
+        return [(*block(extent, degree, index, granule=unit), full) for index in range(degree)]
+    parts = [(0, extent)]  # torch.chunk for each mesh dim in turn, as DTensor does
     for size in sizes:
         parts = [
             (start + inner, n)

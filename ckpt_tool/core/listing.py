@@ -67,21 +67,21 @@ class Listing(Sequence[dict[str, Any]]):
         for (state, names, kinds), distinct in zip(self.blocks, self.distinct, strict=True):
             tails = {id(kind): json.dumps(_row("", state, kind)).removeprefix('{"name": ""') for kind, _ in distinct}
             column = names()
-            for at in range(0, len(column), ROWS):
-                decoded = [name.decode("utf-8") for name in column[at : at + ROWS]]
+            for begin in range(0, len(column), ROWS):
+                decoded = [name.decode("utf-8") for name in column[begin : begin + ROWS]]
                 quoted = json.dumps(decoded, separators=("\n", ":"))[1:-1].split("\n")  # JSON text has no line feed
-                found = map(tails.__getitem__, map(id, kinds[at : at + ROWS]))
-                yield mark + ", ".join([f'{{"name": {name}{tail}' for name, tail in zip(quoted, found, strict=True)])
+                lines = map(tails.__getitem__, map(id, kinds[begin : begin + ROWS]))
+                yield mark + ", ".join([f'{{"name": {name}{tail}' for name, tail in zip(quoted, lines, strict=True)])
                 mark = ", "
         yield "[]" if mark == "[" else "]"
 
     def tally(self) -> dict[tuple[str, Kind], int]:
         """How many tensors there are of each state and kind, in order of first sight."""
-        found: dict[tuple[str, Kind], int] = {}
+        counts: dict[tuple[str, Kind], int] = {}
         for (state, _, _), kinds in zip(self.blocks, self.distinct, strict=True):
             for kind, count in kinds:
-                found[state, kind] = found.get((state, kind), 0) + count
-        return found
+                counts[state, kind] = counts.get((state, kind), 0) + count
+        return counts
 
     @cached_property
     def distinct(self) -> tuple[tuple[tuple[Kind, int], ...], ...]:

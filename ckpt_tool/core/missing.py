@@ -70,7 +70,7 @@ def report_missing(
 
     parts.faults.append(fault)
     for path in files:
-        known = files[path] if isinstance(files, Mapping) else None
-        parts.files[path] = known if known is not None else parts.files.get(path)
+        size = files[path] if isinstance(files, Mapping) else None
+        parts.files[path] = size if size is not None else parts.files.get(path)
     parts.file_bytes.update(file_bytes or {})
     parts.tensors.update(tensors or {})

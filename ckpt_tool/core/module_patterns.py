@@ -92,8 +92,8 @@ def _compile_step(pattern: str) -> Step:
         raise NotUnderstood(pattern, f"more than {LENGTH} characters")
     if _PLAIN.fullmatch(pattern):
         return _all([_char(_DOT if char == "." else char.__eq__) for char in pattern])
-    step, rest = _PatternParser(pattern).alternatives(0, 0)
-    if rest != len(pattern):
+    step, end = _PatternParser(pattern).alternatives(0, 0)
+    if end != len(pattern):
         raise NotUnderstood(pattern, "unbalanced parenthesis")
     return step
 
@@ -119,10 +119,10 @@ def _make_step(fits: Callable[[int, str], bool]) -> Step:
 
 def _all(steps: list[Step]) -> Step:
     def step(run: _Run, begins: Places) -> Places:
-        for each in steps:
+        for inner_step in steps:
             if not begins:
                 break
-            begins = each(run, begins)
+            begins = inner_step(run, begins)
         return begins
 
     return step
@@ -134,7 +134,7 @@ def _any(steps: list[Step]) -> Step:
 
     def step(run: _Run, begins: Places) -> Places:
         run.spend(len(steps) * (len(begins) + 1))
-        return frozenset().union(*(each(run, begins) for each in steps))
+        return frozenset().union(*(inner_step(run, begins) for inner_step in steps))
 
     return step
 
@@ -144,14 +144,14 @@ def _times(inner: Step, least: int, most: int | None) -> Step:
         for _ in range(least):
             run.spend(1)
             begins = inner(run, begins)
-        found = new = begins
+        reached = frontier = begins
         done = least
-        while new and (most is None or done < most):
-            new = inner(run, new) - found
-            found |= new
+        while frontier and (most is None or done < most):
+            frontier = inner(run, frontier) - reached
+            reached |= frontier
             done += 1
             run.spend(1)
-        return found
+        return reached
 
     return step
 
@@ -165,64 +165,64 @@ class _PatternParser:
     def __init__(self, pattern: str) -> None:
         self._text = pattern
 
-    def alternatives(self, at: int, depth: int) -> tuple[Step, int]:
+    def alternatives(self, position: int, depth: int) -> tuple[Step, int]:
         if depth > DEPTH:
             raise self._refuse("its groups are nested too deeply")
         branches: list[Step] = []
         steps: list[Step] = []
-        while at < len(self._text) and self._text[at] != ")":
-            if self._text[at] == "|":
+        while position < len(self._text) and self._text[position] != ")":
+            if self._text[position] == "|":
                 branches.append(_all(steps))
                 steps = []
-                at = at + 1
+                position = position + 1
                 continue
-            step, at = self._parse_repetition(at, depth)
+            step, position = self._parse_repetition(position, depth)
             steps.append(step)
-        return _any([*branches, _all(steps)]), at
+        return _any([*branches, _all(steps)]), position
 
-    def _parse_repetition(self, at: int, depth: int) -> tuple[Step, int]:
-        step, at = self._atom(at, depth)
+    def _parse_repetition(self, position: int, depth: int) -> tuple[Step, int]:
+        step, position = self._atom(position, depth)
         repeats = 0
-        while at < len(self._text):
-            found = _REPEAT.match(self._text, at)
-            if self._text[at] in "*+?":
-                least, most = {"*": (0, None), "+": (1, None), "?": (0, 1)}[self._text[at]]
-                at += 1
-            elif found and (found[1] or found[3]):
-                least = int(found[1] or 0)
-                most = (int(found[3]) if found[3] else None) if found[2] else least
-                at = found.end()
+        while position < len(self._text):
+            match = _REPEAT.match(self._text, position)
+            if self._text[position] in "*+?":
+                least, maximum = {"*": (0, None), "+": (1, None), "?": (0, 1)}[self._text[position]]
+                position += 1
+            elif match and (match[1] or match[3]):
+                least = int(match[1] or 0)
+                maximum = (int(match[3]) if match[3] else None) if match[2] else least
+                position = match.end()
             else:
                 break
             repeats += 1
-            if repeats > 1 or max(least, most or 0) > COUNT or (most is not None and most < least):
+            if repeats > 1 or max(least, maximum or 0) > COUNT or (maximum is not None and maximum < least):
                 raise self._refuse("a repeat that is not understood")
-            step = _times(step, least, most)
-            if self._text[at : at + 1] == "?":  # lazy: the same names match
-                at += 1
-        return step, at
+            step = _times(step, least, maximum)
+            if self._text[position : position + 1] == "?":  # lazy: the same names match
+                position += 1
+        return step, position
 
-    def _atom(self, at: int, depth: int) -> tuple[Step, int]:
-        char = self._text[at]
+    def _atom(self, position: int, depth: int) -> tuple[Step, int]:
+        char = self._text[position]
         if char == "(":
-            inner = at + 1
+            inner = position + 1
             if self._text[inner : inner + 1] == "?":
                 if self._text[inner : inner + 2] != "?:":
                     raise self._refuse("look-around, flags and named groups are not understood")
                 inner += 2
-            step, at = self.alternatives(inner, depth + 1)
-            if self._text[at : at + 1] != ")":
+            step, position = self.alternatives(inner, depth + 1)
+            if self._text[position : position + 1] != ")":
                 raise self._refuse("unbalanced parenthesis")
-            return step, at + 1
+            return step, position + 1
         if char == "^":
-            return _make_step(lambda i, name: i == 0), at + 1
+            return _make_step(lambda i, name: i == 0), position + 1
         if char == "$":
-            return _make_step(lambda i, name: i == len(name)), at + 1
-        found = _ATOM.match(self._text, at)
-        if found is None or (len(found[0]) > 1 and _SET_OPERATION.search(found[0])):
-            raise self._refuse(f"{self._text[at : at + 20]!r} is not understood")
+            return _make_step(lambda i, name: i == len(name)), position + 1
+        match = _ATOM.match(self._text, position)
+        if match is None or (len(match[0]) > 1 and _SET_OPERATION.search(match[0])):
+            raise self._refuse(f"{self._text[position : position + 20]!r} is not understood")
         try:
-            return _char(char.__eq__ if len(found[0]) == 1 and char != "." else re.compile(found[0]).match), found.end()
+            return _char(char.__eq__ if len(match[0]) == 1 and char != "." else re.compile(match[0]).match), match.end()
         except re.error as e:
             raise self._refuse(str(e)) from e
 

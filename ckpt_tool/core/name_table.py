@@ -16,12 +16,12 @@ _NUMBER = re.compile(r"(?<![^.])[0-9]{1,9}(?![^.])")  # a part between dots that
 def table_of_names(names: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
     """A row for each pattern of source names and what is made of them, in the order of the source. Empty where every
     name stays as it is. names: name in the source -> names in the output."""
-    if all(tuple(made) == (name,) for name, made in names.items()):
+    if all(tuple(outputs) == (name,) for name, outputs in names.items()):
         return []
 
     counts: dict[tuple[str, tuple[str, ...]], int] = {}
-    for name, made in names.items():
-        targets = tuple(dict.fromkeys(_NUMBER.sub("*", target) for target in made))
+    for name, outputs in names.items():
+        targets = tuple(dict.fromkeys(_NUMBER.sub("*", target) for target in outputs))
         row = _NUMBER.sub("*", name), targets
         counts[row] = counts.get(row, 0) + 1
     return [

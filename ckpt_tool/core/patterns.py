@@ -38,9 +38,9 @@ def matcher(pattern: str) -> Callable[[str], bool]:
     try:
         expression = re.compile(pattern[3:] if regular else translate(pattern))
     except (re.error, RecursionError, OverflowError) as e:
-        why = "nested too deeply" if isinstance(e, RecursionError) else str(e)
+        reason = "nested too deeply" if isinstance(e, RecursionError) else str(e)
         raise UsageError(
-            f"{pattern[:80]!r} is no {'regular expression' if regular else 'pattern'}: {why}",
+            f"{pattern[:80]!r} is no {'regular expression' if regular else 'pattern'}: {reason}",
             code="E0254",
             hint="quote what is meant as it is with a backslash" if regular else "a glob knows *, ? and [abc]",
         ) from e
@@ -58,14 +58,14 @@ class Names:
 
     def matched(self, patterns: Sequence[str]) -> tuple[set[str], list[str]]:
         """(the names that match any of the patterns, the patterns that match none). Raises UsageError E0254."""
-        found: set[str] = set()
+        matched_names: set[str] = set()
         misses = []
         for pattern in dict.fromkeys(patterns):
-            here = set(self.matching(pattern))
-            found |= here
-            if not here:
+            matches = set(self.matching(pattern))
+            matched_names |= matches
+            if not matches:
                 misses.append(pattern)
-        return found, misses
+        return matched_names, misses
 
     def matching(self, pattern: str) -> Iterator[str]:
         """The names that match the pattern, in no order."""
@@ -80,31 +80,31 @@ class Names:
         if self._tables is None:
             ordered = sorted(self.names)
             starts = []
-            at = 0
+            begin = 0
             for name in self.names:
-                starts.append(at)
-                at += len(name) + 1
+                starts.append(begin)
+                begin += len(name) + 1
             self._tables = ordered, sorted(name[::-1] for name in self.names), "\n".join(self.names), starts
-        ordered, turned, text, starts = self._tables
+        ordered, reversed_names, text, starts = self._tables
         parts = _WILD.split(pattern.partition("[")[0])  # (what stands behind a class is not looked at)
-        first = parts[0]
-        last = "" if "[" in pattern else parts[-1][::-1]
+        prefix = parts[0]
+        reversed_suffix = "" if "[" in pattern else parts[-1][::-1]
         longest = max(parts, key=len)
-        if len(first) == len(longest):
-            return _beginning(ordered, first) if first else self.names
-        if len(last) == len(longest):
-            return (name[::-1] for name in _beginning(turned, last))
+        if len(prefix) == len(longest):
+            return _beginning(ordered, prefix) if prefix else self.names
+        if len(reversed_suffix) == len(longest):
+            return (name[::-1] for name in _beginning(reversed_names, reversed_suffix))
         return self._holding(longest, text, starts)
 
     def _holding(self, part: str, text: str, starts: list[int]) -> list[str]:
         """The names that hold `part`, which has no line feed or is looked for in vain."""
-        found = []
-        at = text.find(part)
-        while at >= 0:
-            number = bisect_right(starts, at) - 1
-            found.append(self.names[number])
-            at = text.find(part, starts[number + 1]) if number + 1 < len(starts) else -1
-        return found
+        matches = []
+        position = text.find(part)
+        while position >= 0:
+            number = bisect_right(starts, position) - 1
+            matches.append(self.names[number])
+            position = text.find(part, starts[number + 1]) if number + 1 < len(starts) else -1
+        return matches
 
 
 def _beginning(ordered: Sequence[str], front: str) -> Iterator[str]:

@@ -57,11 +57,11 @@ def read_rule(text: str) -> RenamingRule:
     if equals is None:
         raise BadRule(f"{text!r} has no =", "a rule is OLD=NEW, such as 'module.*=*'")
 
-    old = text[: equals.start()].replace(r"\=", "=")
-    new = text[equals.end() :].replace(r"\=", "=")
-    if old.startswith(REGULAR):
-        return _read_regular(text, old.removeprefix(REGULAR), new)
-    return _read_glob(text, old, new)
+    old_pattern = text[: equals.start()].replace(r"\=", "=")
+    new_pattern = text[equals.end() :].replace(r"\=", "=")
+    if old_pattern.startswith(REGULAR):
+        return _read_regular(text, old_pattern.removeprefix(REGULAR), new_pattern)
+    return _read_glob(text, old_pattern, new_pattern)
 
 
 def _read_regular(text: str, expression: str, replacement: str) -> RenamingRule:
@@ -116,13 +116,13 @@ def _captures(glob: str) -> re.Pattern[str]:
 
 def rename(names: Iterable[str], rules: Sequence[RenamingRule]) -> Renamed:
     """Each name under the first rule that matches it."""
-    known = Names(names)
+    matcher_names = Names(names)
     renamed: dict[str, str] = {}
     unmatched: list[str] = []
     shadowed: list[str] = []
 
     for rule in rules:
-        matching = list(known.matching(rule.pattern))
+        matching = list(matcher_names.matching(rule.pattern))
         unclaimed = [name for name in matching if name not in renamed]
         for name in unclaimed:
             renamed[name] = rule.replace(name)

@@ -237,10 +237,10 @@ def first_rows(tensor: LogicalTensor, rows: int) -> LogicalTensor:
     """
     chunks = []
     for chunk in tensor.chunks:
-        kept = min(chunk.box.shape[0], rows - chunk.box.offset[0])
-        if kept <= 0:
+        row_count = min(chunk.box.shape[0], rows - chunk.box.offset[0])
+        if row_count <= 0:
             continue
-        box = Box(chunk.box.offset, (kept, *chunk.box.shape[1:]))
+        box = Box(chunk.box.offset, (row_count, *chunk.box.shape[1:]))
         within = chunk.within
         shape = box.shape if within.shape == chunk.box.shape else (box.numel,)  # a flat slice keeps its front
         chunks.append(chunk._replace(box=box, within=Box(within.offset, shape)))

@@ -143,9 +143,9 @@ def hide_in_document(value: object) -> object:
     if isinstance(value, str):
         return hide_in_message(value)
     if isinstance(value, dict):
-        return {key: hide_in_document(each) for key, each in value.items()}
+        return {key: hide_in_document(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [hide_in_document(each) for each in value]
+        return [hide_in_document(item) for item in value]
     return value
 
 
@@ -153,8 +153,10 @@ def cause_without_secrets(error: BaseException) -> BaseException:
     """What an error of ours names as its cause: the library's exception, or, where its text shows a secret, one of ours
     that has its traceback without it."""
     text = "".join(traceback.format_exception(error))
-    shown = hide_in_message(text)
-    return error if shown == text else RuntimeError(f"an exception of a library, without the secrets of URLs:\n{shown}")
+    hidden = hide_in_message(text)
+    return (
+        error if hidden == text else RuntimeError(f"an exception of a library, without the secrets of URLs:\n{hidden}")
+    )
 
 
 def has_hidden_secrets(url: str) -> bool:
@@ -178,8 +180,8 @@ def full_url(url: str) -> str:
     a plan of another process, say."""
     if not has_hidden_secrets(url):
         return url
-    for given in os.environ.get(VARIABLE, "").split():
-        hide_in_argument(given)
+    for secret_url in os.environ.get(VARIABLE, "").split():
+        hide_in_argument(secret_url)
     return "::".join(_restore(part, url) for part in _CHAIN.split(url))
 
 
@@ -209,9 +211,9 @@ def _is_local_file(word: str) -> bool:
 
 def _hide_in_url(found: re.Match[str]) -> str:
     """The URL of a match without its secrets. Remembers the URL."""
-    whole = found[0]
+    url = found[0]
     if found["spelled"] is not None:
-        return _remember(whole, lambda mark: f"{found['spelled']}{mark}", [whole.removeprefix(found["spelled"])])
+        return _remember(url, lambda mark: f"{found['spelled']}{mark}", [url.removeprefix(found["spelled"])])
 
     start = found["start"]
     user = found["user"] or ""
@@ -246,7 +248,7 @@ def _hide_in_url(found: re.Match[str]) -> str:
         shown_parameters = mark if hides_in_path else in_path
         return f"{start}{shown_user}{shown_host}{shown_path}{shown_parameters}{shown_query}{hidden_query and mark}"
 
-    return _remember(whole, show, secrets)
+    return _remember(url, show, secrets)
 
 
 def _split_path(text: str) -> tuple[str, str]:
@@ -262,19 +264,19 @@ def _split_query(query: str) -> tuple[str, str]:
     if query[0] == "#":
         return (query, "") if re.fullmatch(r"#\d{1,6}", query) else ("#", query[1:])
 
-    shown: list[str] = []
+    shown_parts: list[str] = []
     hidden: list[str] = []
     marks: list[str] = []
     for parameter in query[1:].split("&"):
         if _MARKED.fullmatch(parameter):
             marks.append(parameter)
         elif _HARMLESS.fullmatch(parameter):
-            shown.append(parameter)
+            shown_parts.append(parameter)
         else:
             hidden.append(parameter)
     if not hidden:
-        return "?" + "&".join(shown + marks), ""
-    return "?" + "".join(f"{parameter}&" for parameter in shown), "&".join(hidden + marks)
+        return "?" + "&".join(shown_parts + marks), ""
+    return "?" + "".join(f"{parameter}&" for parameter in shown_parts), "&".join(hidden + marks)
 
 
 def _secrets_of_query(query: str) -> list[str]:
@@ -287,18 +289,20 @@ def _remember(whole: str, show: Callable[[str], str], secrets: list[str]) -> str
     """What is shown of a URL; another number in its mark than any other URL's that would be shown so."""
     number = 1
     while True:
-        shown = show(MARK if number == 1 else f"{MARK}{number}")
-        if shown == whole:
+        marked = show(MARK if number == 1 else f"{MARK}{number}")
+        if marked == whole:
             return whole
-        if _full_urls.setdefault(shown, whole) == whole:
+        if _full_urls.setdefault(marked, whole) == whole:
             break
         number += 1
 
     for secret in secrets:
         decoded = _percent_decode(secret)
         spellings = {secret, decoded, decoded.replace("+", " "), _percent_encode(secret), _percent_encode(secret, "/")}
-        _secrets.update(each for each in spellings if len(each) >= _SHORTEST_SECRET and not each.isalpha())
-    return shown
+        _secrets.update(
+            spelling for spelling in spellings if len(spelling) >= _SHORTEST_SECRET and not spelling.isalpha()
+        )
+    return marked
 
 
 def _percent_decode(text: str) -> str:
@@ -309,8 +313,8 @@ def _percent_decode(text: str) -> str:
 
 def _percent_encode(text: str, safe: str = "") -> str:
     """`a/b` as `a%2Fb`. safe: characters that stay, next to letters, digits and `-._~`."""
-    kept = f"{safe}-._~".encode()
+    unreserved = f"{safe}-._~".encode()
     raw = text.encode("utf-8", "replace")
     return "".join(
-        chr(byte) if (chr(byte).isalnum() and byte < 128) or byte in kept else f"%{byte:02X}" for byte in raw
+        chr(byte) if (chr(byte).isalnum() and byte < 128) or byte in unreserved else f"%{byte:02X}" for byte in raw
     )

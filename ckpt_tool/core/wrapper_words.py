@@ -48,8 +48,8 @@ def shared_wrappers(names: Sequence[str]) -> list[str]:
     if not names:
         return []
     words: list[str] = []
-    first = names[0].split(".")[:-1]
-    for word in first[:DEEPEST]:
+    first_words = names[0].split(".")[:-1]
+    for word in first_words[:DEEPEST]:
         # PEFT's wrapper is two words, of which the second is one of the list too.
         prefix = ".".join((*words, word)) + "."
         if word not in WRAPPERS or not all(name.startswith(prefix) for name in names):

@@ -147,9 +147,9 @@ def source_digest() -> str:
 def find_nvcc() -> str | None:
     """nvcc: on the PATH, in $CUDA_HOME or $CUDA_PATH, or where CUDA's installer puts it."""
     for folder in (None, *(os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")), "/usr/local/cuda"):
-        found = shutil.which("nvcc", path=None if folder is None else os.path.join(folder, "bin"))
-        if found:
-            return found
+        path = shutil.which("nvcc", path=None if folder is None else os.path.join(folder, "bin"))
+        if path:
+            return path
     return None
 
 
@@ -190,18 +190,20 @@ def cuda_recipe(architectures: tuple[int, ...] = ARCHITECTURES, extra: tuple[str
             code="E1554",
             hint="install the CUDA toolkit (12.0 or newer), or build elsewhere and set CKPT_KERNELS=path:FILE",
         )
-    known = known_architectures(nvcc)
-    wanted = tuple(sorted(set(architectures) & set(known))) or tuple(n for n in known if n < min(architectures))[-1:]
-    if not wanted:
+    supported = known_architectures(nvcc)
+    chosen = (
+        tuple(sorted(set(architectures) & set(supported))) or tuple(n for n in supported if n < min(architectures))[-1:]
+    )
+    if not chosen:
         missing = ", ".join(f"sm_{number}" for number in architectures)
         raise UsageError(
-            f"{nvcc} makes no code for {missing}: it knows {', '.join(f'sm_{number}' for number in known)}",
+            f"{nvcc} makes no code for {missing}: it knows {', '.join(f'sm_{number}' for number in supported)}",
             code="E1558",
             hint="a newer CUDA toolkit knows newer GPUs; CUDA 13 has dropped those before sm_75",
         )
-    targets = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in wanted[:-1]]
-    targets.append(f"-gencode=arch=compute_{wanted[-1]},code=[sm_{wanted[-1]},compute_{wanted[-1]}]")
-    return BuildRecipe("cuda", nvcc, version_of(nvcc), (*CUDA_FLAGS, *targets, *extra), wanted)
+    targets = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in chosen[:-1]]
+    targets.append(f"-gencode=arch=compute_{chosen[-1]},code=[sm_{chosen[-1]},compute_{chosen[-1]}]")
+    return BuildRecipe("cuda", nvcc, version_of(nvcc), (*CUDA_FLAGS, *targets, *extra), chosen)
 
 
 def compile_to(recipe: BuildRecipe, target: Path) -> str:
@@ -255,9 +257,9 @@ def ensure_built(kind: Kind, architectures: tuple[int, ...] = ARCHITECTURES, *, 
     Raises UsageError E1554 (no compiler), E1558 (no such architecture), StorageError E1555 (the compiler fails), E1559
     (the cache can't be used)."""
     if kind == "cuda" and not force and find_nvcc() is None:
-        found = found_for(architectures)
-        if found is not None:
-            return found
+        cached = found_for(architectures)
+        if cached is not None:
+            return cached
     return _build_in_cache(host_recipe() if kind == "host" else cuda_recipe(architectures), force=force)
 
 
@@ -281,18 +283,18 @@ def _build_in_cache(recipe: BuildRecipe, *, force: bool) -> Built:
     key = recipe.key
     note = ""
     if not force:
-        found, note = _sound(cache.folder(), key)
-        if found is not None:
-            return _as_built(found, key, 0.0, "")
-    place, why = cache.place_to_build()
-    notes = [text for text in (note, why) if text]
+        existing, note = _sound(cache.folder(), key)
+        if existing is not None:
+            return _as_built(existing, key, 0.0, "")
+    place, reason = cache.place_to_build()
+    notes = [text for text in (note, reason) if text]
     with cache.lock(place, key, LOCK_SECONDS):
-        found, note = _sound(place, key)  # another process may have built it while this one waited
-        if found is not None and not force:
-            return _as_built(found, key, 0.0, "; ".join(notes))
+        existing, note = _sound(place, key)  # another process may have built it while this one waited
+        if existing is not None and not force:
+            return _as_built(existing, key, 0.0, "; ".join(notes))
         began = time.monotonic()
-        kept = cache.keep(place, key, recipe.about(), lambda target: _compile(recipe, target))
-        return _as_built(kept, key, time.monotonic() - began, "; ".join(notes))
+        stored = cache.keep(place, key, recipe.about(), lambda target: _compile(recipe, target))
+        return _as_built(stored, key, time.monotonic() - began, "; ".join(notes))
 
 
 def _compile(recipe: BuildRecipe, target: Path) -> None:

@@ -176,17 +176,17 @@ def place_to_build() -> tuple[Path, str]:
             _open_checked(opened, None, usual, directory=True)
         if os.access(usual, os.W_OK | os.X_OK):
             return usual, ""
-        why = f"{usual} can't be written"
+        reason = f"{usual} can't be written"
     except Refused as e:
-        why = str(e)
+        reason = str(e)
     except OSError as e:
-        why = f"{usual} can't be made: {e.strerror}"
+        reason = f"{usual} can't be made: {e.strerror}"
     try:
         private = Path(tempfile.mkdtemp(prefix="ckpt-kernels-"))
     except OSError as e:
         raise wrap_os_error(e, tempfile.gettempdir(), "making a folder for the compiled kernels") from e
     atexit.register(shutil.rmtree, private, ignore_errors=True)
-    return private, f"{why}; built in a private folder for this run alone"
+    return private, f"{reason}; built in a private folder for this run alone"
 
 
 def keep(place: Path, key: str, about: dict[str, Any], compile_to: Callable[[Path], None]) -> Kept:
@@ -210,7 +210,7 @@ def keep(place: Path, key: str, about: dict[str, Any], compile_to: Callable[[Pat
     except OSError as e:
         raise wrap_os_error(e, home, "keeping the compiled kernels") from e
     try:
-        kept = look_up(place, key)
+        existing = look_up(place, key)
     except Refused as e:
         raise StorageError(
             f"the kernels were built, but may not be loaded: {e}",
@@ -218,14 +218,14 @@ def keep(place: Path, key: str, about: dict[str, Any], compile_to: Callable[[Pat
             path=home,
             hint="set CKPT_CACHE to a folder of your own",
         ) from e
-    if kept is None:
+    if existing is None:
         raise StorageError(
             "the kernels vanished while they were built",
             code="E1559",
             path=home,
             hint="set CKPT_CACHE to a folder of your own",
         )
-    return kept
+    return existing
 
 
 def _clear(home: Path) -> None:

@@ -155,20 +155,20 @@ def line(source: int, target: int, numel: int) -> list[Strided]:
 def pack_casts(boxes: Iterable[Strided], source: DType, target: DType, records: Sequence[int] = ()) -> Casts:
     """The list for `box_cast`. boxes: as `cast_boxes` gives them. records: the number under which each box's lost
     values are counted; all under 0 where there are none."""
-    listed = list(boxes)
-    out = fill_list(listed)
+    strided_boxes = list(boxes)
+    packed = fill_list(strided_boxes)
     item = target.bits // 8
-    tiles = _cut(out, source.bits // 8, item)
+    tiles = _cut(packed, source.bits // 8, item)
     if records:
-        out["aux"] = records
-    nbytes = int((out["rows"] * out["run"]).sum()) * item
-    return Casts(PackedDescriptors(out, tiles, nbytes), kind(source), kind(target), max(records, default=0) + 1)
+        packed["aux"] = records
+    nbytes = int((packed["rows"] * packed["run"]).sum()) * item
+    return Casts(PackedDescriptors(packed, tiles, nbytes), kind(source), kind(target), max(records, default=0) + 1)
 
 
 def pack_codes(boxes: Iterable[CodeBox], codes: DType, target: DType) -> CodeList:
     """The list for `box_dequantise`. Raises InternalError E1573 for scales off their own grid, or of a dtype
     other than F32, BF16, F8_E8M0 and U8: those are cast to F32 first."""
-    listed: list[Strided] = []
+    strided_boxes: list[Strided] = []
     scales: list[tuple[int, ...]] = []
     records: list[int] = []
     number = -1
@@ -179,10 +179,10 @@ def pack_codes(boxes: Iterable[CodeBox], codes: DType, target: DType) -> CodeLis
         if 0 in box.shape:
             continue
         for piece, scale in _pieces(box, step, item):
-            listed.append(piece)
+            strided_boxes.append(piece)
             scales.append(scale)
             records.append(number)
-    out = fill_list(listed)
+    out = fill_list(strided_boxes)
     packed = np.array(scales, SCALES)
     tiles = _cut(out, step, item, packed)
     out["aux"] = np.arange(len(out))
@@ -219,28 +219,34 @@ def _cut(out: npt.NDArray[np.void], step: int, item: int, scales: npt.NDArray[np
 def _pieces(box: CodeBox, step: int, item: int) -> Iterator[tuple[Strided, tuple[int, ...]]]:
     """A box as pieces whose rows and columns the kernel can count, and the scales of each."""
     matrices, rows, columns = box.shape
-    of = box.scales
-    if of.dtype.name not in _SCALES or any(n % _SCALES[of.dtype.name][1] for n in (of.address, *of.strides)):
-        raise InternalError(f"scales of {of.dtype.name} at {of.address:#x}: cast them to F32 first", code=UNFIT)
-    number, size = _SCALES[of.dtype.name]
-    for row, height, down, row0, tall in _stretches(box.row, rows, of.block[0]):
-        for column, width, across, column0, wide in _stretches(box.column, columns, of.block[1]):
-            most = MOST_ROWS // height
-            for matrix in range(0, matrices, most):
+    scale_box = box.scales
+    if scale_box.dtype.name not in _SCALES or any(
+        n % _SCALES[scale_box.dtype.name][1] for n in (scale_box.address, *scale_box.strides)
+    ):
+        raise InternalError(
+            f"scales of {scale_box.dtype.name} at {scale_box.address:#x}: cast them to F32 first", code=UNFIT
+        )
+    number, size = _SCALES[scale_box.dtype.name]
+    for row, height, down, row0, tall in _stretches(box.row, rows, scale_box.block[0]):
+        for column, width, across, column0, wide in _stretches(box.column, columns, scale_box.block[1]):
+            row_limit = MOST_ROWS // height
+            for matrix in range(0, matrices, row_limit):
                 at = (matrix, row)
                 source = box.source + sum(n * s for n, s in zip(at, box.source_strides, strict=True)) + column * step
                 target = box.target + sum(n * s for n, s in zip(at, box.target_strides, strict=True)) + column * item
-                address = of.address + matrix * of.strides[0] + down * of.strides[1] + across * size
+                address = (
+                    scale_box.address + matrix * scale_box.strides[0] + down * scale_box.strides[1] + across * size
+                )
                 yield (
                     Strided(
                         source,
                         target,
-                        (min(most, matrices - matrix), height),
+                        (min(row_limit, matrices - matrix), height),
                         box.source_strides,
                         box.target_strides,
                         width,
                     ),
-                    (address, *of.strides, magic(tall), magic(wide), row0, column0, wide, number),
+                    (address, *scale_box.strides, magic(tall), magic(wide), row0, column0, wide, number),
                 )
 
 
@@ -248,13 +254,13 @@ def _stretches(first: int, count: int, block: int) -> Iterator[tuple[int, int, i
     """(offset, count, block that it begins in, where in it, size of a block) of the parts of `count` rows from row
     `first` on, such that what the kernel adds up fits 32 bits. Of a block too large for that no more than one is in a
     part."""
-    at = 0
-    while at < count:
-        number, within = divmod(first + at, block)
-        n = min(count - at, _LONGEST)
+    position = 0
+    while position < count:
+        number, within = divmod(first + position, block)
+        n = min(count - position, _LONGEST)
         if block > _LONGEST:
             n = min(n, block - within)
-            yield at, n, number, 0, _LONGEST
+            yield position, n, number, 0, _LONGEST
         else:
-            yield at, n, number, within, block
-        at += n
+            yield position, n, number, within, block
+        position += n

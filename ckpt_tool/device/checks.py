@@ -22,26 +22,26 @@ from ckpt_tool.run.stats import bad_values, may_be_bad
 def hashes(station: Station, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
     """The XXH3-128 of each (address, bytes), at most a leaf each, as `xxhash` prints them."""
     lines = [DigestLine(address, nbytes) for address, nbytes in ranges]
-    found = leaf_hashes(station.device, lines, stream=station.stream)
-    return [found[at : at + HASH] for at in range(0, len(found), HASH)]
+    digests = leaf_hashes(station.device, lines, stream=station.stream)
+    return [digests[begin : begin + HASH] for begin in range(0, len(digests), HASH)]
 
 
 def nonfinite(station: Station, lines: Sequence[tuple[Move, int, int]]) -> list[int]:
     """Of each (move, address, bytes of its line): values that are NaN or infinite, BOOL bytes other than 0 and 1; 0 for
     other types."""
-    found = [0] * len(lines)
+    counts = [0] * len(lines)
     countable = [k for k, (move, _, nbytes) in enumerate(lines) if nbytes and may_be_bad(move.dtype)]
-    there = [k for k in countable if comparisons.comparable(lines[k][0].dtype)]
-    boxes = [_run(lines[k][1], 0, lines[k][2]) for k in there]
-    dtypes = [lines[k][0].dtype for k in there]
+    comparable = [k for k in countable if comparisons.comparable(lines[k][0].dtype)]
+    boxes = [_run(lines[k][1], 0, lines[k][2]) for k in comparable]
+    dtypes = [lines[k][0].dtype for k in comparable]
     for k, count in zip(
-        there, comparisons.count_bad(station.device, boxes, dtypes, stream=station.stream), strict=True
+        comparable, comparisons.count_bad(station.device, boxes, dtypes, stream=station.stream), strict=True
     ):
-        found[k] = count
-    for k in set(countable) - set(there):
+        counts[k] = count
+    for k in set(countable) - set(comparable):
         move, address, nbytes = lines[k]
-        found[k] = bad_values(move, station.bytes_at(address, nbytes))
-    return found
+        counts[k] = bad_values(move, station.bytes_at(address, nbytes))
+    return counts
 
 
 class CheckBlock(NamedTuple):
@@ -57,8 +57,8 @@ class CheckBlock(NamedTuple):
 def differences(station: Station, blocks: Sequence[CheckBlock]) -> Iterator[tuple[CheckBlock, Worst]]:
     """The blocks of which the two lines hold other bits, and how they differ."""
     boxes = [_run(station.first + block.at, station.second + block.at, block.nbytes) for block in blocks]
-    found = comparisons.compare(station.device, boxes, [block.move.dtype for block in blocks], stream=station.stream)
-    for block, difference in zip(blocks, found, strict=True):
+    worsts = comparisons.compare(station.device, boxes, [block.move.dtype for block in blocks], stream=station.stream)
+    for block, difference in zip(blocks, worsts, strict=True):
         if not difference.elements:
             continue
         worst = Worst(block.move.shape)
@@ -68,8 +68,8 @@ def differences(station: Station, blocks: Sequence[CheckBlock]) -> Iterator[tupl
             worst.ulp = difference.ulp
             worst.gap = difference.max_abs if block.move.dtype.bits >= 8 else 0.0
         else:
-            mine, theirs = (station.bytes_at(line + block.at, block.nbytes) for line in (station.first, station.second))
-            differ(worst, block.start, mine, theirs, block.move.dtype, block.move.dtype, 0.0, 0.0)
+            left, right = (station.bytes_at(line + block.at, block.nbytes) for line in (station.first, station.second))
+            differ(worst, block.start, left, right, block.move.dtype, block.move.dtype, 0.0, 0.0)
         yield block, worst
 
 

@@ -42,7 +42,7 @@ def compared(
 ) -> list[Difference | None]:
     """For every pair of equal shape: None when equal, else what differs, as `run.compare.compare` says it."""
     alike = [k for k, (a, b) in enumerate(pairs) if a.dtype == b.dtype]
-    found: list[Difference | None] = [None] * len(pairs)
+    differences: list[Difference | None] = [None] * len(pairs)
     worst = _bits([pairs[k] for k in alike], left, right, device, threads, memory, advance)
     again = [k for k, (a, b) in enumerate(pairs) if a.dtype != b.dtype]
     for k, one in zip(alike, worst, strict=True):
@@ -51,8 +51,8 @@ def compared(
     if again:
         by_cpu = compare([pairs[k] for k in again], left, right, rtol=rtol, atol=atol)
         for k, difference in zip(again, by_cpu, strict=True):
-            found[k] = difference
-    return found
+            differences[k] = difference
+    return differences
 
 
 def _bits(
@@ -65,14 +65,14 @@ def _bits(
     with Stations(device, threads=threads, memory=memory, work=sum(move.nbytes for move in mine.moves)) as stations:
 
         def read(reader: BlockReader, queue: Queue) -> None:
-            other = beside.reader(16)
+            right_reader = beside.reader(16)
             try:
                 with stations.station() as station:
-                    two = _Two(station, (reader, other), twins, found, queue.stopped)
-                    for some in gather_moves(mine.moves, queue, station.line):
-                        two.compare(some, advance)
+                    two = _Two(station, (reader, right_reader), twins, found, queue.stopped)
+                    for handful in gather_moves(mine.moves, queue, station.line):
+                        two.compare(handful, advance)
             finally:
-                beside.done(other)
+                beside.done(right_reader)
 
         share_out(mine, read, threads=stations.sizes.threads, beside=beside, waits=True)
     return [found[id(move)] for move in mine.moves]
@@ -97,8 +97,10 @@ class _Two:
 
     def compare(self, moves: Sequence[Move], advance: Advance | None) -> None:
         """Compare some tensors with their twins."""
-        every = (window for move in moves for window in windows(move, 0, move.numel, move.numel, self._station.line))
-        for batch in batches(every, self._station.line):
+        all_windows = (
+            window for move in moves for window in windows(move, 0, move.numel, move.numel, self._station.line)
+        )
+        for batch in batches(all_windows, self._station.line):
             self._batch(batch)
             if advance:
                 advance(2 * sum(window.nbytes for window in batch))
@@ -106,14 +108,14 @@ class _Two:
     def _batch(self, batch: Sequence[Window]) -> None:
         station = self._station
         stopped = self._stopped
-        other = [window._replace(move=self._twins[id(window.move)]) for window in batch]
-        doubled = [window for window in other if any(region.replica for region in window.move.sources)]
+        twins = [window._replace(move=self._twins[id(window.move)]) for window in batch]
+        doubled = [window for window in twins if any(region.replica for region in window.move.sources)]
         if doubled:  # their replicas are looked at where both lines are free for them
             fill(station, self._theirs, doubled, station.first, stopped=stopped)
             compare_replicas(station, self._theirs, doubled, stopped=stopped)
         fill(station, self._ours, batch, station.first, stopped=stopped)
         compare_replicas(station, self._ours, batch, stopped=stopped)
-        fill(station, self._theirs, other, station.second, stopped=stopped)
+        fill(station, self._theirs, twins, station.second, stopped=stopped)
         blocks = [block for window in batch for block in _blocks(window)]
         for block, difference in differences(station, blocks):
             self._found[id(block.move)].merge(difference)
@@ -123,8 +125,10 @@ def _blocks(window: Window) -> Iterator[CheckBlock]:
     """A window in the blocks in which the CPU looks at it."""
     move = window.move
     step = STRIDED_BLOCK // window.move.item
-    at = window.start
-    while at < window.end:
-        end = min((at // step + 1) * step, window.end)
-        yield CheckBlock(move, at, window.at + (at - window.start) * move.item, (end - at) * move.item)
-        at = end
+    position = window.start
+    while position < window.end:
+        end = min((position // step + 1) * step, window.end)
+        yield CheckBlock(
+            move, position, window.at + (position - window.start) * move.item, (end - position) * move.item
+        )
+        position = end

@@ -99,9 +99,11 @@ def pack_pairs(boxes: Sequence[Strided], dtypes: Sequence[DType], *, one_side: b
     run = packed["run"]
     items = np.array([max(1, dtype.bits // 8) for dtype in dtypes], np.uint64)
     kinds = np.array([KINDS.get(dtype.name, BYTES) for dtype in dtypes], np.uint8)
-    odd = np.flatnonzero(run % items)
-    if odd.size:
-        raise InternalError(f"a run of {run[odd[0]]} bytes of {dtypes[odd[0]].name}: no whole elements", code="E1578")
+    uneven = np.flatnonzero(run % items)
+    if uneven.size:
+        raise InternalError(
+            f"a run of {run[uneven[0]]} bytes of {dtypes[uneven[0]].name}: no whole elements", code="E1578"
+        )
     sides = [packed["src"], *packed["sstr"].T.view(np.uint64)]
     if not one_side:
         sides += [packed["dst"], *packed["dstr"].T.view(np.uint64)]
@@ -130,8 +132,12 @@ def compare(
     records = _run_compare(device, pack_pairs(boxes, dtypes), len(boxes), stream)
     gaps = records["gap"].copy().view(np.float64)
     return [
-        DeviceDifference(elements, -1 if first == _NONE else first, ulp, float(gap), finite, nans, left, right)
-        for (elements, first, ulp, _, finite, nans, left, right), gap in zip(records.tolist(), gaps, strict=True)
+        DeviceDifference(
+            elements, -1 if first_element == _NONE else first_element, ulp, float(gap), finite, nans, left_bits, right
+        )
+        for (elements, first_element, ulp, _, finite, nans, left_bits, right), gap in zip(
+            records.tolist(), gaps, strict=True
+        )
     ]
 
 

@@ -150,9 +150,9 @@ def split_levels(source: int, target: int, dims: Dims, run: int) -> Iterator[Str
             yield from split_levels(source + i * by_source, target + i * by_target, dims[1:], run)
     elif prod(dim[0] for dim in dims) > MOST_ROWS:
         half = extent // 2
-        for first, count in ((0, half), (half, extent - half)):
-            rest: Dims = [(count, by_source, by_target), *dims[1:]] if count > 1 else dims[1:]
-            yield from split_levels(source + first * by_source, target + first * by_target, rest, run)
+        for begin, count in ((0, half), (half, extent - half)):
+            remaining: Dims = [(count, by_source, by_target), *dims[1:]] if count > 1 else dims[1:]
+            yield from split_levels(source + begin * by_source, target + begin * by_target, remaining, run)
     else:
         columns = [tuple(dim[k] for dim in dims) for k in range(3)]
         yield Strided(source, target, columns[0], columns[1], columns[2], run)
@@ -169,28 +169,28 @@ def pack(boxes: Iterable[Strided], *, tile: int = TILE, spans_from: Sequence[int
 
     Raises InternalError E1570 where a list has more boxes, or a box more tiles, than the kernel counts.
     """
-    listed = list(boxes)
-    out = fill_list(listed)
-    if not listed:
-        return PackedDescriptors(out, 0, 0)
-    _choose_ways(out, tile, spans_from)
-    nbytes = sum(prod(box.extents) * box.run for box in listed)
-    return PackedDescriptors(out, number_tiles(out, _cut(out, tile)), nbytes)
+    strided_boxes = list(boxes)
+    packed = fill_list(strided_boxes)
+    if not strided_boxes:
+        return PackedDescriptors(packed, 0, 0)
+    _choose_ways(packed, tile, spans_from)
+    nbytes = sum(prod(box.extents) * box.run for box in strided_boxes)
+    return PackedDescriptors(packed, number_tiles(packed, _cut(packed, tile)), nbytes)
 
 
 def fill_list(listed: Sequence[Strided]) -> npt.NDArray[np.void]:
     """The list of these boxes, but for what depends on the kernel: tiles, ways and `divr`."""
-    out = np.zeros(len(listed), DESC)
+    packed = np.zeros(len(listed), DESC)
     if not listed:
-        return out
+        return packed
     for name, column in (("src", 0), ("dst", 1), ("run", 5)):
-        out[name] = np.array([box[column] for box in listed], np.uint64)
+        packed[name] = np.array([box[column] for box in listed], np.uint64)
     for name, column, missing in (("ext", 2, 1), ("sstr", 3, 0), ("dstr", 4, 0)):
         rows = [tuple(cast(tuple[int, ...], box[column])) for box in listed]
-        out[name] = np.array([(missing,) * (LEVELS - len(row)) + row for row in rows], out.dtype[name].base)
-    out["rows"] = np.prod(out["ext"], axis=1, dtype=np.uint64)
-    out["div1"], out["div2"] = magics(out["ext"][:, 1]), magics(out["ext"][:, 2])
-    return out
+        packed[name] = np.array([(missing,) * (LEVELS - len(row)) + row for row in rows], packed.dtype[name].base)
+    packed["rows"] = np.prod(packed["ext"], axis=1, dtype=np.uint64)
+    packed["div1"], packed["div2"] = magics(packed["ext"][:, 1]), magics(packed["ext"][:, 2])
+    return packed
 
 
 def number_tiles(out: npt.NDArray[np.void], tiles: npt.NDArray[np.uint64]) -> int:
@@ -219,11 +219,11 @@ def _cut(out: npt.NDArray[np.void], tile: int) -> npt.NDArray[np.uint64]:
     run = out["run"]
     rows = out["rows"].astype(np.uint64)
     pieces = out["op"] == PIECES
-    each = _up(_up(run, _up(run, tile)), 128) * np.uint64(128)  # of a row, in pieces of about the same size
-    per_row = np.where(pieces, _up(run, each), 1)
+    piece = _up(_up(run, _up(run, tile)), 128) * np.uint64(128)  # of a row, in pieces of about the same size
+    per_row = np.where(pieces, _up(run, piece), 1)
     per_tile = np.where(pieces, 1, np.clip(np.uint64(tile) // run, 1, rows))
     if int(per_row.max()) <= MOST_ROWS:  # else number_tiles raises
-        out["tiles_per_row"], out["rows_per_tile"], out["aux"] = per_row, per_tile, np.where(pieces, each, 0)
+        out["tiles_per_row"], out["rows_per_tile"], out["aux"] = per_row, per_tile, np.where(pieces, piece, 0)
         out["divr"] = magics(
             np.where(pieces, per_row, np.where(out["op"] == ELEMENTS, run >> out["vlog"].astype("u8"), 1))
         )
@@ -293,21 +293,21 @@ def _unroll(source: int, target: int, dims: Dims, item: int) -> Iterator[Turned]
         yield Turned(source, target, item, (batch, rows, columns), (s0, s1), (t0, t2))
         return
     longest = tiles.index(max(tiles))
-    whole: Dims = [(batch, s0, t0), (rows, s1, item), (columns, item, t2)]
-    extent, by_source, by_target = whole[longest]
-    for first, count in ((0, extent // 2), (extent // 2, extent - extent // 2)):
-        part = [*whole[:longest], (count, by_source, by_target), *whole[longest + 1 :]]
-        yield from _unroll(source + first * by_source, target + first * by_target, part, item)
+    all_dims: Dims = [(batch, s0, t0), (rows, s1, item), (columns, item, t2)]
+    extent, by_source, by_target = all_dims[longest]
+    for begin, count in ((0, extent // 2), (extent // 2, extent - extent // 2)):
+        part = [*all_dims[:longest], (count, by_source, by_target), *all_dims[longest + 1 :]]
+        yield from _unroll(source + begin * by_source, target + begin * by_target, part, item)
 
 
 def pack_turned(boxes: Iterable[Turned]) -> PackedDescriptors:
     """The list for `box_transpose`. Raises InternalError E1570 where a list has more boxes than the kernel counts."""
-    listed = list(boxes)
-    out = np.zeros(len(listed), DESC)
-    if not listed:
-        return PackedDescriptors(out, 0, 0)
+    boxes_listed = list(boxes)
+    packed = np.zeros(len(boxes_listed), DESC)
+    if not boxes_listed:
+        return PackedDescriptors(packed, 0, 0)
     tiles: list[int] = []
-    for box, to in zip(listed, out, strict=True):
+    for box, to in zip(boxes_listed, packed, strict=True):
         batch, rows, columns = box.extents
         log = width_log(box.item)
         edge = EDGES[box.item]
@@ -326,8 +326,8 @@ def pack_turned(boxes: Iterable[Turned]) -> PackedDescriptors:
         to["div1"], to["div2"], to["aux"] = magic(down), magic(across), column_skew | row_skew << 16
         to["vlog"], to["flags"] = 4 if wide_source else log, 4 if wide_target else log
         tiles.append(batch * down * across)
-    nbytes = sum(prod(box.extents) * box.item for box in listed)
-    return PackedDescriptors(out, number_tiles(out, np.array(tiles, np.uint64)), nbytes)
+    nbytes = sum(prod(box.extents) * box.item for box in boxes_listed)
+    return PackedDescriptors(packed, number_tiles(packed, np.array(tiles, np.uint64)), nbytes)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -367,9 +367,9 @@ class BoxSide(NamedTuple):
 
 def sides(boxes: Iterable[Strided]) -> tuple[list[BoxSide], list[BoxSide]]:
     """(what is read, what is written)."""
-    listed = list(boxes)
-    read = [BoxSide(box.source, box.extents, box.source_strides, box.run) for box in listed]
-    return read, [BoxSide(box.target, box.extents, box.target_strides, box.run) for box in listed]
+    boxes_listed = list(boxes)
+    read = [BoxSide(box.source, box.extents, box.source_strides, box.run) for box in boxes_listed]
+    return read, [BoxSide(box.target, box.extents, box.target_strides, box.run) for box in boxes_listed]
 
 
 def refuse_overlap(boxes: Iterable[Strided]) -> None:
@@ -379,10 +379,10 @@ def refuse_overlap(boxes: Iterable[Strided]) -> None:
     for side in written:
         if meets_itself(side):
             raise InternalError(f"a box writes a byte twice: {side}", code="E1571")
-    for one, other in crossing(read, written):
-        if meet(one, other):
+    for reading, writing in crossing(read, written):
+        if meet(reading, writing):
             raise InternalError(
-                f"two boxes of one list meet where one of them is written: {one}, {other}", code="E1571"
+                f"two boxes of one list meet where one of them is written: {reading}, {writing}", code="E1571"
             )
 
 
@@ -391,12 +391,12 @@ def crossing(read: Sequence[BoxSide], written: Sequence[BoxSide]) -> Iterator[tu
     marked = sorted(((*side.hull, number >= len(read), number) for number, side in enumerate([*read, *written])))
     everything = [*read, *written]
     open_sides: list[tuple[int, bool, int]] = []  # by end
-    for first, end, writes, number in marked:
-        while open_sides and open_sides[0][0] <= first:
+    for begin, end, writes, number in marked:
+        while open_sides and open_sides[0][0] <= begin:
             heappop(open_sides)
-        for _, other_writes, other in open_sides:
+        for _, other_writes, other_number in open_sides:
             if writes or other_writes:
-                yield everything[other], everything[number]
+                yield everything[other_number], everything[number]
         heappush(open_sides, (end, writes, number))
 
 
@@ -414,8 +414,8 @@ def meets_itself(side: BoxSide) -> bool:
     # 0
     # is positive.
     for k, (extent, stride) in enumerate(levels):
-        rest = [(1 - n, n - 1, s) for n, s in levels[k + 1 :]]
-        if _reaches([(1, extent - 1, stride), *rest], 1 - side.run, side.run - 1):
+        inner_levels = [(1 - n, n - 1, s) for n, s in levels[k + 1 :]]
+        if _reaches([(1, extent - 1, stride), *inner_levels], 1 - side.run, side.run - 1):
             return True
     return False
 
@@ -424,26 +424,26 @@ def meet(one: BoxSide, other: BoxSide) -> bool:
     """Have two boxes a byte in common?"""
     levels = [(0, n - 1, s) for n, s in zip(one.extents, one.strides, strict=True)]
     levels += [(1 - n, 0, s) for n, s in zip(other.extents, other.strides, strict=True)]
-    apart = other.start - one.start
-    return _reaches(levels, apart - (one.run - 1), apart + other.run - 1)
+    distance = other.start - one.start
+    return _reaches(levels, distance - (one.run - 1), distance + other.run - 1)
 
 
 def _reaches(levels: Levels, low: int, high: int) -> bool:
     """Is there a sum of index * stride, each index in its range, in [low, high]?"""
     # equal strides are one level; signs are folded into the ranges
-    joined: dict[int, tuple[int, int]] = {}
+    by_stride: dict[int, tuple[int, int]] = {}
     for first, last, stride in levels:
         first, last = (first, last) if stride >= 0 else (-last, -first)
-        before = joined.get(abs(stride), (0, 0))
-        joined[abs(stride)] = before[0] + first, before[1] + last
-    joined.pop(0, None)
-    ordered = sorted(((stride, first, last) for stride, (first, last) in joined.items()), reverse=True)
+        before = by_stride.get(abs(stride), (0, 0))
+        by_stride[abs(stride)] = before[0] + first, before[1] + last
+    by_stride.pop(0, None)
+    ordered = sorted(((stride, first, last) for stride, (first, last) in by_stride.items()), reverse=True)
     # what the levels from k on can make up
     least = [0]
-    most = [0]
+    reach = [0]
     for stride, first, last in reversed(ordered):
         least.insert(0, least[0] + first * stride)
-        most.insert(0, most[0] + last * stride)
+        reach.insert(0, reach[0] + last * stride)
     tries = 0
     todo = [(0, low, high)]
     while todo:
@@ -456,7 +456,7 @@ def _reaches(levels: Levels, low: int, high: int) -> bool:
                 return True
             continue
         stride, first, last = ordered[level]
-        start = max(first, ceil_div(below - most[level + 1], stride))
+        start = max(first, ceil_div(below - reach[level + 1], stride))
         stop = min(last, (above - least[level + 1]) // stride)
         todo.extend(
             (level + 1, below - k * stride, above - k * stride) for k in range(stop, start - 1, -1)[:MOST_TRIES]
@@ -505,12 +505,12 @@ def launches(
     swapped = [box for box in boxes if isinstance(box, Turned)]
     if not apart:
         refuse_overlap([*plain, *(as_strided(box) for box in swapped)])
-    found = []
+    groups = []
     if plain:
-        found.append(Launch("box_copy", pack(plain)))
+        groups.append(Launch("box_copy", pack(plain)))
     if swapped:
-        found.append(Launch("box_transpose", pack_turned(swapped)))
-    return tuple(found)
+        groups.append(Launch("box_transpose", pack_turned(swapped)))
+    return tuple(groups)
 
 
 def as_strided(box: Turned) -> Strided:

@@ -97,9 +97,9 @@ def pack_lines(lines: Sequence[DigestLine], out: int) -> PackedDescriptors:
 def leaf_hashes(device: Device, lines: Sequence[DigestLine], *, stream: int = 0) -> bytes:
     """The hashes of all pieces of the lines, one after another, 16 bytes each: what `run.digest.root` takes."""
     count = sum(line.leaves for line in lines)
-    with device.alloc(count * HASH) as out:
-        digest(device, pack_lines(lines, out.address), stream=stream)
-        return device.download(out.address, count * HASH, stream).tobytes()
+    with device.alloc(count * HASH) as digests:
+        digest(device, pack_lines(lines, digests.address), stream=stream)
+        return device.download(digests.address, count * HASH, stream).tobytes()
 
 
 def digests(device: Device, tensors: Sequence[PlacedTensor], *, window: int = WINDOW, stream: int = 0) -> list[str]:
@@ -112,37 +112,40 @@ def digests(device: Device, tensors: Sequence[PlacedTensor], *, window: int = WI
     plain = [(number, line) for number, tensor in enumerate(tensors) if (line := _plain(tensor)) is not None]
     _hash(device, plain, leaves, stream)
     waiting = {number for number, _ in plain}
-    rest = [(number, tensor) for number, tensor in enumerate(tensors) if number not in waiting and tensor.nbytes]
-    if rest:
+    remaining = [(number, tensor) for number, tensor in enumerate(tensors) if number not in waiting and tensor.nbytes]
+    if remaining:
         room = max(LEAF, window // LEAF * LEAF)
-        room = min(room, sum(ceil_div(tensor.nbytes, GRID) * GRID for _, tensor in rest))
+        room = min(room, sum(ceil_div(tensor.nbytes, GRID) * GRID for _, tensor in remaining))
         with device.alloc(room) as buffer:
-            for batch in _batches(rest, room):
+            for batch in _batches(remaining, room):
                 copies = [copy for part in batch for copy in part.copies(buffer.address)]
                 for one in launches(copies, (0,), (0,), apart=True):  # the regions of a line are apart
                     launch(device, one, stream=stream)
                 lines = [(part.number, DigestLine(buffer.address + part.to, part.nbytes, part.at)) for part in batch]
                 _hash(device, lines, leaves, stream)
-    return [root(tensor.dtype.name, tensor.shape, found) for tensor, found in zip(tensors, leaves, strict=True)]
+    return [
+        root(tensor.dtype.name, tensor.shape, tensor_leaves)
+        for tensor, tensor_leaves in zip(tensors, leaves, strict=True)
+    ]
 
 
 def _plain(tensor: PlacedTensor) -> DigestLine | None:
     """The tensor as one line where it is stored, if it does."""
-    own = [region for region in tensor.regions if not region.replica]
-    if len(own) != 1:
+    owned = [region for region in tensor.regions if not region.replica]
+    if len(owned) != 1:
         return None
-    region = own[0]
-    whole = region.numel * tensor.item == tensor.nbytes and region.at == 0
+    region = owned[0]
+    is_whole = region.numel * tensor.item == tensor.nbytes and region.at == 0
     runs_on = not region.extents or (region.strides, region.steps) == ((tensor.item,), (1,))
-    return DigestLine(tensor.addresses[region.file] + region.offset, tensor.nbytes) if whole and runs_on else None
+    return DigestLine(tensor.addresses[region.file] + region.offset, tensor.nbytes) if is_whole and runs_on else None
 
 
 def _hash(device: Device, lines: Sequence[tuple[int, DigestLine]], leaves: list[bytearray], stream: int) -> None:
-    found = leaf_hashes(device, [line for _, line in lines], stream=stream)
-    at = 0
+    digests = leaf_hashes(device, [line for _, line in lines], stream=stream)
+    position = 0
     for number, line in lines:
-        leaves[number] += found[at : at + line.leaves * HASH]
-        at += line.leaves * HASH
+        leaves[number] += digests[position : position + line.leaves * HASH]
+        position += line.leaves * HASH
 
 
 class _LinePart(NamedTuple):
@@ -182,15 +185,15 @@ def _batches(tensors: Sequence[tuple[int, PlacedTensor]], room: int) -> Iterator
     batch = list[_LinePart]()
     used = 0
     for number, tensor in tensors:
-        at = 0
-        while at < tensor.nbytes:
-            left = tensor.nbytes - at
-            fits = left if left <= room - used else (room - used) // LEAF * LEAF
+        position = 0
+        while position < tensor.nbytes:
+            remaining = tensor.nbytes - position
+            fits = remaining if remaining <= room - used else (room - used) // LEAF * LEAF
             if fits:
-                batch.append(_LinePart(number, tensor, at, fits, used))
-                at = at + fits
+                batch.append(_LinePart(number, tensor, position, fits, used))
+                position = position + fits
                 used = min(room, ceil_div(used + fits, GRID) * GRID)
-            if at < tensor.nbytes:
+            if position < tensor.nbytes:
                 yield batch
                 batch = []
                 used = 0

@@ -58,9 +58,9 @@ def _counts(
     of what. beside: the tables that its boxes point into."""
     if not boxes.tiles:
         return counts
-    with ExitStack() as held:
+    with ExitStack() as uploads:
         packed, *tables, counted = (
-            held.enter_context(device.upload(each, stream)).address for each in (boxes.packed, *beside, counts)
+            uploads.enter_context(device.upload(array, stream)).address for array in (boxes.packed, *beside, counts)
         )
         work = (packed, len(boxes.packed), boxes.tiles, *kinds, *tables, counted)
         device.library.call(kernel, *work, blocks, threads, stream)
@@ -93,9 +93,9 @@ def box_dequantise(
         threads=threads,
         stream=stream,
     )
-    out = np.zeros((codes.given, 2), np.uint64)
-    np.add.at(out, np.array(codes.records, np.intp), counts)
-    return [Counted(int(lost), int(nans)) for lost, nans in out]
+    counters = np.zeros((codes.given, 2), np.uint64)
+    np.add.at(counters, np.array(codes.records, np.intp), counts)
+    return [Counted(int(lost_count), int(nans)) for lost_count, nans in counters]
 
 
 def box_quantise(device: Device, floats: FloatList, *, blocks: int = 0, threads: int = 0, stream: int = 0) -> list[int]:
@@ -107,9 +107,9 @@ def box_quantise(device: Device, floats: FloatList, *, blocks: int = 0, threads:
     counts = _counts(
         device, "box_quantise", floats.boxes, kinds, counts, floats.table, blocks=blocks, threads=threads, stream=stream
     )
-    out = np.zeros(floats.given, np.uint64)
-    np.add.at(out, np.array(floats.records, np.intp), counts)
-    return [int(n) for n in out]
+    counters = np.zeros(floats.given, np.uint64)
+    np.add.at(counters, np.array(floats.records, np.intp), counts)
+    return [int(n) for n in counters]
 
 
 def digest(

@@ -231,9 +231,9 @@ class Memory(Closed):
     def __init__(self, device: Device, nbytes: int) -> None:
         self.device = device
         self.nbytes = nbytes
-        out = c_void_p()
-        device.library.call("alloc", byref(out), nbytes)
-        self.address = out.value or 0
+        address = c_void_p()
+        device.library.call("alloc", byref(address), nbytes)
+        self.address = address.value or 0
 
     def close(self) -> None:
         if self.address:
@@ -275,11 +275,11 @@ class Device:
 
     def download(self, address: int, nbytes: int, stream: int = 0) -> Bytes:
         """`nbytes` of the device as a new array, once all work of the stream is done."""
-        out = np.empty(nbytes, np.uint8)
+        data = np.empty(nbytes, np.uint8)
         if nbytes:
-            self.library.call("download", out.ctypes.data, address, nbytes, stream)
+            self.library.call("download", data.ctypes.data, address, nbytes, stream)
         self.sync(stream)
-        return out
+        return data
 
     def fill(self, address: int, byte: int, nbytes: int, stream: int = 0) -> None:
         self.library.call("fill", address, byte, nbytes, stream)
@@ -289,6 +289,6 @@ class Device:
         self.library.call("stream_sync", stream)
 
     def milliseconds(self, begin: c_void_p, end: c_void_p) -> float:
-        out = c_float(0.0)
-        self.library.call("event_elapsed", byref(out), begin, end)
-        return out.value
+        elapsed = c_float(0.0)
+        self.library.call("event_elapsed", byref(elapsed), begin, end)
+        return elapsed.value

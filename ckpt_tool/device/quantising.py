@@ -69,15 +69,17 @@ class FloatList(NamedTuple):
 def pack_floats(boxes: Iterable[FloatBox], source: DType, scheme: Scheme, scales: DType | None = None) -> FloatList:
     """The list for `box_quantise`. scales: their dtype where the scheme leaves it open, else that of the floats. Raises
     InternalError E1573 for what the kernel does not make, and for groups that do not divide a row."""
-    of = DTYPES[scheme.scales] if scheme.scales else scales or source
-    if scheme != SCHEMES.get(scheme.name) or not {source.name, of.name if not scheme.scales else "F32"} <= {*FLOATS}:
-        raise InternalError(f"no kernel makes {scheme.name} of {source.name}, scales {of.name}", code=UNFIT)
-    listed: list[Strided] = []
+    scale_dtype = DTYPES[scheme.scales] if scheme.scales else scales or source
+    if scheme != SCHEMES.get(scheme.name) or not {source.name, scale_dtype.name if not scheme.scales else "F32"} <= {
+        *FLOATS
+    }:
+        raise InternalError(f"no kernel makes {scheme.name} of {source.name}, scales {scale_dtype.name}", code=UNFIT)
+    strided_boxes: list[Strided] = []
     table: list[tuple[float, ...]] = []
     records: list[int] = []
     number = -1
     item = source.bits // 8
-    size = of.bits // 8
+    size = scale_dtype.bits // 8
     for number, box in enumerate(boxes):
         if 0 in box.shape:
             continue
@@ -87,19 +89,19 @@ def pack_floats(boxes: Iterable[FloatBox], source: DType, scheme: Scheme, scales
             matrices, rows, columns = piece.shape
             down = ceil_div(rows, scheme.block[0])
             strides = (piece.source_strides, piece.target_strides)
-            listed.append(Strided(piece.source, piece.target, (matrices, rows), *strides, columns))
-            about = kind(of) if of.name in FLOATS else 0
+            strided_boxes.append(Strided(piece.source, piece.target, (matrices, rows), *strides, columns))
+            about = kind(scale_dtype) if scale_dtype.name in FLOATS else 0
             table.append((piece.scales, *piece.scale_strides, magic(down), down, about, piece.whole))
             records.append(number)
-    out = fill_list(listed)
-    tiles = _cut(out, item, scheme)
-    out["aux"] = np.arange(len(out))
-    nbytes = int((out["rows"] * out["run"]).sum()) * item
+    packed = fill_list(strided_boxes)
+    tiles = _cut(packed, item, scheme)
+    packed["aux"] = np.arange(len(packed))
+    nbytes = int((packed["rows"] * packed["run"]).sum()) * item
     of_scheme = list(SCHEMES).index(scheme.codes_of)
     threads = 0
     if scheme.block[1] == 0:
-        threads = min(ceil_div(int(out["run"].max(initial=1)), 32 * HELD) * 32, MOST_THREADS)
-    boxes_ = PackedDescriptors(out, tiles, nbytes)
+        threads = min(ceil_div(int(packed["run"].max(initial=1)), 32 * HELD) * 32, MOST_THREADS)
+    boxes_ = PackedDescriptors(packed, tiles, nbytes)
     return FloatList(boxes_, np.array(table, TABLE), kind(source), of_scheme, tuple(records), number + 1, threads)
 
 
@@ -110,18 +112,18 @@ def _pieces(box: FloatBox, scheme: Scheme, item: int, size: int) -> Iterator[Flo
     if scheme.block[0] == 1 and scheme.block[1]:
         row = (columns * item, columns * scheme.bits // 8, columns // scheme.block[1] * size)
         sides = (box.source_strides, box.target_strides, box.scale_strides)
-        if all(rows == 1 or side[1] == one for side, one in zip(sides, row, strict=True)):
-            if all(matrices == 1 or side[0] == rows * one for side, one in zip(sides, row, strict=True)):
+        if all(rows == 1 or side[1] == extent for side, extent in zip(sides, row, strict=True)):
+            if all(matrices == 1 or side[0] == rows * extent for side, extent in zip(sides, row, strict=True)):
                 matrices, rows, columns = 1, 1, matrices * rows * columns
             else:
                 rows, columns = 1, rows * columns
-    most = MOST_ROWS // rows
-    for at in range(0, matrices, most):
+    matrix_limit = MOST_ROWS // rows
+    for matrix in range(0, matrices, matrix_limit):
         yield box._replace(
-            source=box.source + at * box.source_strides[0],
-            target=box.target + at * box.target_strides[0],
-            scales=box.scales + at * box.scale_strides[0],
-            shape=(min(most, matrices - at), rows, columns),
+            source=box.source + matrix * box.source_strides[0],
+            target=box.target + matrix * box.target_strides[0],
+            scales=box.scales + matrix * box.scale_strides[0],
+            shape=(min(matrix_limit, matrices - matrix), rows, columns),
         )
 
 

@@ -78,16 +78,16 @@ def plan_resharding(held: Sequence[DeviceBox], wanted: Sequence[DeviceBox]) -> R
     missing: list[str] = []
     for number, shard in enumerate(wanted):
         left = [shard.box] if shard.box.numel else []
-        for source, other in by_name.get(shard.tensor, ()):
-            rest: list[Box] = []
+        for source, other_box in by_name.get(shard.tensor, ()):
+            still_missing: list[Box] = []
             for box in left:
-                shared = box & other.box
+                shared = box & other_box.box
                 if shared is None:
-                    rest.append(box)
+                    still_missing.append(box)
                 else:
-                    copies.append(_copy(other, source, shard, number, shared))
-                    rest += _without(box, shared)
-            left = rest
+                    copies.append(_copy(other_box, source, shard, number, shared))
+                    still_missing += _without(box, shared)
+            left = still_missing
             if not left:
                 break
         missing += [f"{shard.tensor}: no rank holds {box.shape} from {box.offset} on" for box in left]
@@ -95,18 +95,20 @@ def plan_resharding(held: Sequence[DeviceBox], wanted: Sequence[DeviceBox]) -> R
         raise InconsistentCheckpoint(
             missing[0], code="E1566", faults=missing[1:], hint="pass the shards of every rank that holds a part"
         )
-    made = launches(copies, [shard.address for shard in held], [shard.address for shard in wanted])
-    return Resharding(made, sum(prod(copy.extents) * item for copy, item in copies))
+    planned_launches = launches(copies, [shard.address for shard in held], [shard.address for shard in wanted])
+    return Resharding(planned_launches, sum(prod(copy.extents) * item for copy, item in copies))
 
 
 def _agree(shards: Sequence[DeviceBox]) -> None:
     """Every tensor has one shape and one dtype, and its boxes are in it."""
-    first: dict[str, DeviceBox] = {}
+    first_of: dict[str, DeviceBox] = {}
     for shard in shards:
-        known = first.setdefault(shard.tensor, shard)
-        if (shard.shape, shard.dtype) != (known.shape, known.dtype):
+        reference = first_of.setdefault(shard.tensor, shard)
+        if (shard.shape, shard.dtype) != (reference.shape, reference.dtype):
+            expected = f"{reference.dtype.name} {reference.shape}"
+            actual = f"{shard.dtype.name} {shard.shape}"
             raise UsageError(
-                f"{shard.tensor} is {known.dtype.name} {known.shape} here and {shard.dtype.name} {shard.shape} there",
+                f"{shard.tensor} is {expected} here and {actual} there",
                 code="E1565",
                 key=shard.tensor,
                 hint="resharding moves bytes: cast before or after it",
@@ -127,8 +129,8 @@ def _copy(held: DeviceBox, source: int, wanted: DeviceBox, target: int, shared: 
     sides = []
     for shard in (held, wanted):
         strides = shard.strides or tuple(step * item for step in contiguous_strides(shard.box.shape))
-        at = sum((a - b) * s for a, b, s in zip(shared.offset, shard.box.offset, strides, strict=True))
-        sides.append((at, strides))
+        offset = sum((a - b) * s for a, b, s in zip(shared.offset, shard.box.offset, strides, strict=True))
+        sides.append((offset, strides))
     (begin, by_source), (end, by_target) = sides
     return Copy(source, begin, by_source, target, end, by_target, shared.shape), item
 
@@ -146,9 +148,9 @@ def _convert_to_bytes(shard: DeviceBox) -> DeviceBox:
             key=shard.tensor,
             hint="cut the last dim at whole bytes, and arrange the box row by row",
         )
-    (last,), (start,), (count,) = ((n * bits // 8 for n in end) for end in ends)
+    (last_dim,), (start,), (count,) = ((n * bits // 8 for n in end) for end in ends)
     box = Box((*shard.box.offset[:-1], start), (*shard.box.shape[:-1], count))
-    return shard._replace(shape=(*shard.shape[:-1], last), box=box)
+    return shard._replace(shape=(*shard.shape[:-1], last_dim), box=box)
 
 
 def _without(box: Box, hole: Box) -> Iterator[Box]:

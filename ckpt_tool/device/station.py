@@ -88,8 +88,8 @@ class Pool:
         self._pinned = self._lent = self._most = self._calls = 0
         if small > 0:
             size = up(small, SLAB)
-            at = self._pin(size)
-            self._slabs += range(at, at + size, SLAB)
+            address = self._pin(size)
+            self._slabs += range(address, address + size, SLAB)
         if large > 0:
             size = up(large, GRAIN)
             self._large.append((self._pin(size), size))
@@ -177,9 +177,9 @@ class Pool:
             found = min(fitting, key=lambda block: block[1])
             self._large.remove(found)
         else:
-            left = None if self._limit is None else self._limit - self._pinned
-            wanted = max(room, REGION)
-            size = wanted if left is None or wanted <= left else room
+            remaining = None if self._limit is None else self._limit - self._pinned
+            region = max(room, REGION)
+            size = region if remaining is None or region <= remaining else room
             found = (self._pin(size), size)
         address, size = found
         if size > room:
@@ -296,9 +296,9 @@ class Station(Closed):
         self.line = sizes.line
 
     def _stream(self) -> int:
-        out = c_void_p()
-        self.device.library.call("stream_create", byref(out))
-        stream = out.value or 0
+        handle = c_void_p()
+        self.device.library.call("stream_create", byref(handle))
+        stream = handle.value or 0
         self._held.callback(self.device.library.call, "stream_destroy", stream)
         return stream
 
@@ -321,10 +321,10 @@ class Station(Closed):
     def move(self, boxes: Iterable[Box]) -> None:
         """Move boxes on the device, in lists as long as there is room for: those that swap dims by `box_transpose`, the
         others by `box_copy`. They do not meet where one is written. Returns when it is done."""
-        rest = iter(boxes)
-        while some := list(islice(rest, LISTS // DESC.itemsize)):
-            self._launch("box_copy", pack([box for box in some if isinstance(box, Strided)]))
-            self._launch("box_transpose", pack_turned([box for box in some if isinstance(box, Turned)]))
+        remaining = iter(boxes)
+        while handful := list(islice(remaining, LISTS // DESC.itemsize)):
+            self._launch("box_copy", pack([box for box in handful if isinstance(box, Strided)]))
+            self._launch("box_transpose", pack_turned([box for box in handful if isinstance(box, Turned)]))
 
     def _launch(self, kernel: str, packed: PackedDescriptors) -> None:
         if not packed.tiles:

@@ -58,7 +58,7 @@ def scan_tensors(
     """(the digest of every tensor without a fault, what `run.stats.count_nonfinite` counts). on_fault: takes faults of
     the input."""
     source = readable([catalog.tensors[key] for key in keys], tree)
-    seen = {move.key: _Seen() for move in source.moves}
+    seen_of = {move.key: _Seen() for move in source.moves}
     broken: set[str] = set()
     lock = threading.Lock()
 
@@ -72,18 +72,20 @@ def scan_tensors(
 
         def read(reader: BlockReader, queue: Queue) -> None:
             with stations.station() as station:
-                scan = _Scan(station, reader, seen, note, advance, queue.stopped)
-                for some in gather_moves(source.moves, queue, station.line):
-                    scan.read(some)
+                scan = _Scan(station, reader, seen_of, note, advance, queue.stopped)
+                for handful in gather_moves(source.moves, queue, station.line):
+                    scan.read(handful)
 
         share_out(source, read, threads=stations.sizes.threads, waits=True, on_fault=note)
     digests = {
-        move.key: root(move.dtype.name, move.shape, seen[move.key].leaves)
+        move.key: root(move.dtype.name, move.shape, seen_of[move.key].leaves)
         for move in source.moves
         if str(move.key) not in broken
     }
     counts = {
-        _name(move): seen[move.key].bad for move in source.moves if str(move.key) not in broken and seen[move.key].bad
+        _name(move): seen_of[move.key].bad
+        for move in source.moves
+        if str(move.key) not in broken and seen_of[move.key].bad
     }
     if broken:
         counts |= count_nonfinite(catalog, tree, [key for key in keys if str(key) in broken])
@@ -92,19 +94,19 @@ def scan_tensors(
 
 def gather_moves(moves: Sequence[Move], queue: Iterator[int], room: int) -> Iterator[list[Move]]:
     """Moves in handfuls whose lines fit `room` together; one that is larger comes alone."""
-    some: list[Move] = []
+    handful: list[Move] = []
     used = 0
     for index in queue:
         move = moves[index]
         need = move.nbytes + LEAF
-        if some and used + need > room:
-            yield some
-            some = []
+        if handful and used + need > room:
+            yield handful
+            handful = []
             used = 0
-        some.append(move)
+        handful.append(move)
         used += need
-    if some:
-        yield some
+    if handful:
+        yield handful
 
 
 def _name(move: Move) -> str:
@@ -132,9 +134,11 @@ class _Scan:
 
     def read(self, moves: Sequence[Move], *, count: bool = True) -> None:
         """Read some tensors. A fault of one is reported and the others are read again without it."""
-        every = (window for move in moves for window in windows(move, 0, move.numel, move.numel, self._station.line))
+        all_windows = (
+            window for move in moves for window in windows(move, 0, move.numel, move.numel, self._station.line)
+        )
         try:
-            for batch in batches(every, self._station.line):
+            for batch in batches(all_windows, self._station.line):
                 self._batch(batch, count=count)
         except (InputError, StorageError) as fault:
             if is_device_fault(fault):
@@ -151,12 +155,12 @@ class _Scan:
         fill(station, reader, batch, station.first, stopped=self._stopped, count=count)
         compare_replicas(station, reader, batch, stopped=self._stopped, count=count)
         ranges = [
-            (window, station.first + window.at + at, min(LEAF, window.nbytes - at))
+            (window, station.first + window.at + begin, min(LEAF, window.nbytes - begin))
             for window in batch
-            for at in range(0, window.nbytes, LEAF)
+            for begin in range(0, window.nbytes, LEAF)
         ]
-        made = hashes(station, [(address, nbytes) for _, address, nbytes in ranges])
-        for (window, _, _), digest in zip(ranges, made, strict=True):
+        digests = hashes(station, [(address, nbytes) for _, address, nbytes in ranges])
+        for (window, _, _), digest in zip(ranges, digests, strict=True):
             self._seen[window.move.key].leaves += digest
         counts = nonfinite(station, [(window.move, station.first + window.at, window.nbytes) for window in batch])
         for window, bad in zip(batch, counts, strict=True):
@@ -200,14 +204,14 @@ def drifts_there(
                 model_reader = BlockReader(models.files, 16, {})
                 try:
                     with stations.station() as station:
-                        for some in gather_moves(casts, queue, station.line):
-                            for window, count, first in _looked_at(
-                                station, (reader, model_reader), some, twins, queue.stopped
+                        for handful in gather_moves(casts, queue, station.line):
+                            for window, count, first_drift in _looked_at(
+                                station, (reader, model_reader), handful, twins, queue.stopped
                             ):
                                 with lock:
-                                    known = found.setdefault(twins[window.move.key].key, [0, first])
-                                    known[0] += count
-                                    known[1] = min(known[1], first)
+                                    totals = found.setdefault(twins[window.move.key].key, [0, first_drift])
+                                    totals[0] += count
+                                    totals[1] = min(totals[1], first_drift)
                 finally:
                     model_reader.close()
 
@@ -228,21 +232,21 @@ def _looked_at(
 ) -> Iterator[tuple[Window, int, int]]:
     """(window, elements that differ, the first of them) of the windows where any do."""
     masters, models = readers
-    every = (window for move in moves for window in windows(move, 0, move.numel, move.numel, station.line))
-    for batch in batches(every, station.line):
+    all_windows = (window for move in moves for window in windows(move, 0, move.numel, move.numel, station.line))
+    for batch in batches(all_windows, station.line):
         fill(station, masters, batch, station.first, stopped=stopped)
         compare_replicas(station, masters, batch, stopped=stopped)
         cast_there(station, batch)
-        other = [window._replace(move=twins[window.move.key]) for window in batch]
-        fill(station, models, other, station.first, stopped=stopped)
-        boxes = [Strided(station.first + w.at, station.second + w.at, (), (), (), w.nbytes) for w in other]
-        found = comparisons.compare(station.device, boxes, [w.move.dtype for w in other], stream=station.stream)
-        for window, model, difference in zip(batch, other, found, strict=True):
+        twin_windows = [window._replace(move=twins[window.move.key]) for window in batch]
+        fill(station, models, twin_windows, station.first, stopped=stopped)
+        boxes = [Strided(station.first + w.at, station.second + w.at, (), (), (), w.nbytes) for w in twin_windows]
+        worsts = comparisons.compare(station.device, boxes, [w.move.dtype for w in twin_windows], stream=station.stream)
+        for window, model, difference in zip(batch, twin_windows, worsts, strict=True):
             if difference.elements and not difference.nans:
                 yield window, difference.elements, window.start + difference.first
             elif difference.elements > difference.nans:
-                where = _find_drifts_by_cpu(masters, window, station, model)
-                yield window, len(where), window.start + where[0]
+                drifted_at = _find_drifts_by_cpu(masters, window, station, model)
+                yield window, len(drifted_at), window.start + drifted_at[0]
 
 
 def _find_drifts_by_cpu(masters: BlockReader, window: Window, station: Station, model: Window) -> list[int]:
@@ -250,5 +254,5 @@ def _find_drifts_by_cpu(masters: BlockReader, window: Window, station: Station, 
     block = bytearray(window.nbytes)
     masters.fill(window.move, memoryview(block), window.start, window.end, count=False)
     values = station.bytes_at(station.first + model.at, model.nbytes)
-    where = drifted(values, np.frombuffer(block, np.uint8), model.move.dtype, window.move.dtype)
-    return [int(k) for k in where]
+    positions = drifted(values, np.frombuffer(block, np.uint8), model.move.dtype, window.move.dtype)
+    return [int(k) for k in positions]

@@ -52,9 +52,9 @@ class DeviceItem:
         self.casts = move.dtype != move.dtype_out
         self.source_leaves = self._stream(move.item)
         self.out_leaves = self._stream(move.item_out) if self.casts else self.source_leaves
-        out = self.out_leaves
-        self.pieces = out if out.aligned else self._stream(move.item_out, exact=True)
-        ends = max(self.source_leaves.end // move.item, out.end // move.item_out)
+        leaves = self.out_leaves
+        self.pieces = leaves if leaves.aligned else self._stream(move.item_out, exact=True)
+        ends = max(self.source_leaves.end // move.item, leaves.end // move.item_out)
         self.until = max(stop, ends) if hashing else stop
 
     def _stream(self, item: int, *, exact: bool = False) -> LeafStream:
@@ -140,7 +140,7 @@ class DeviceMover:
             reader.close()
 
     def _run(self, items: Sequence[DeviceItem]) -> None:
-        every = (
+        all_windows = (
             (item, window)
             for item in items
             for window in windows(item.move, item.start, item.stop, item.until, self._station.line)
@@ -148,7 +148,7 @@ class DeviceMover:
         owners: list[DeviceItem] = []  # of the windows, in their order
 
         def seen() -> Iterator[Window]:
-            for item, window in every:
+            for item, window in all_windows:
                 owners.append(item)
                 yield window
 
@@ -191,12 +191,12 @@ def able(move: Move) -> bool:
 
 def left_to_cpu(moves: Sequence[Move]) -> dict[tuple[DType, DType], int]:
     """The casts that the kernels do not know -> of how many tensors."""
-    found: dict[tuple[DType, DType], int] = {}
+    counts: dict[tuple[DType, DType], int] = {}
     for move in moves:
         if not able(move):
             kind = (move.dtype, move.dtype_out)
-            found[kind] = found.get(kind, 0) + 1
-    return found
+            counts[kind] = counts.get(kind, 0) + 1
+    return counts
 
 
 class DeviceMovers(Stations):
@@ -224,7 +224,7 @@ def can_cast_there(source: DType, target: DType) -> bool:
 def cast_there(station: Station, batch: Sequence[Window]) -> list[int]:
     """Cast the windows whose dtype changes. Returns of each how many values were beyond the target's range, of those
     that it writes."""
-    lost = [0] * len(batch)
+    lost_counts = [0] * len(batch)
     kinds: dict[tuple[str, str], list[int]] = {}
     for k, window in enumerate(batch):
         if window.move.dtype != window.move.dtype_out:
@@ -239,11 +239,11 @@ def cast_there(station: Station, batch: Sequence[Window]) -> list[int]:
         for k in numbers:  # what completes a leaf is another item's to count
             boxes += _line(station, batch[k], batch[k].stop, batch[k].end)
             records += [len(numbers)] * (len(boxes) - len(records))
-        listed = casts.pack_casts(boxes, move.dtype, move.dtype_out, records)
-        counts = kernels.box_cast(station.device, listed, stream=station.stream)
+        packed = casts.pack_casts(boxes, move.dtype, move.dtype_out, records)
+        counts = kernels.box_cast(station.device, packed, stream=station.stream)
         for record, k in enumerate(numbers):
-            lost[k] = counts[record] if record < len(counts) else 0
-    return lost
+            lost_counts[k] = counts[record] if record < len(counts) else 0
+    return lost_counts
 
 
 def _line(station: Station, window: Window, start: int, stop: int) -> list[Strided]:

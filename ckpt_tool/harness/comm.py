@@ -88,10 +88,10 @@ class Board:
         """What `writers` left under `key`, in their order; the last of `readers` clears it. Raises InternalError
         E1504."""
         with self._changed:
-            there = self._changed.wait_for(
+            is_complete = self._changed.wait_for(
                 lambda: self._failed or all(rank in self._slots.get(key, {}) for rank in writers), WAIT
             )
-            if self._failed or not there:
+            if self._failed or not is_complete:
                 raise InternalError("another rank is gone", code="E1504", place=f"exchange {key}")
             values = [self._slots[key][rank] for rank in writers]
             self._readers[key] = self._readers.get(key, 0) + 1
@@ -134,9 +134,9 @@ class SimComm(Comm):
         if len(group) == 1:
             return [parts[0]]
         key = self._turn("exchange", group)
-        here = group.index(self.rank)
+        position = group.index(self.rank)
         self._board.put(key, self.rank, [part.clone() for part in parts])
-        return [left[here] for left in self._board.take(key, group, len(group))]
+        return [rows[position] for rows in self._board.take(key, group, len(group))]
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
         self._board.put(self._turn("send", self.rank, to, tag), self.rank, tensor.clone())
@@ -210,7 +210,7 @@ class ProcessComm(Comm):
         self, group: Group, parts: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]]
     ) -> list[torch.Tensor]:
         """As `Comm.exchange`."""
-        found: list[torch.Tensor] = []
+        received: list[torch.Tensor] = []
         waiting: list[tuple[dist.Work, torch.Tensor]] = []
         raws: list[torch.Tensor | None] = []
         for peer, part, shape in zip(group, parts, shapes, strict=True):
@@ -226,12 +226,12 @@ class ProcessComm(Comm):
             work.wait()
         for peer, part, shape, raw in zip(group, parts, shapes, raws, strict=True):
             if peer == self.rank:
-                found.append(part)
+                received.append(part)
             elif raw is None:
-                found.append(part.new_empty(shape))
+                received.append(part.new_empty(shape))
             else:
-                found.append(self._like(raw, shape, part.dtype))
-        return found
+                received.append(self._like(raw, shape, part.dtype))
+        return received
 
     @staticmethod
     def _work(work: dist.Work | None) -> dist.Work:
@@ -240,7 +240,7 @@ class ProcessComm(Comm):
         return work
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
-        self._pending = [(work, kept) for work, kept in self._pending if not work.is_completed()]
+        self._pending = [(work, tensors) for work, tensors in self._pending if not work.is_completed()]
         staged = self._stage(tensor)
         self._pending.append((self._work(dist.isend(staged, dst=to, tag=1 + tag)), staged))
 

@@ -116,14 +116,14 @@ def gather(case: Case, folder: Path, *, say: Say = lambda line: None) -> Documen
     good = latest(folder / "run")
     announce(f"reshard: {case.source} -> {case.target}")
     command = _reshard(case, good.path, folder / "resharded", case.target)
-    moved = run_tool(*command)
-    here = prepare_checkpoint(folder / "resharded", folder / "hub")
+    reshard_output = run_tool(*command)
+    hub_folder = prepare_checkpoint(folder / "resharded", folder / "hub")
     states = [
         _digest_check(case, "reshard", _digests(case, good.path), _digests(case, folder / "resharded"), case.unkept)
     ]
     announce(f"resume: {case.after} steps as {case.target}")
     ends = Saving(folder / "resumed", "sharded", (case.before + case.after,))
-    got = runs.run(case.job(case.target), case.after, start=here, saving=ends, machine=case.machine)
+    got = runs.run(case.job(case.target), case.after, start=hub_folder, saving=ends, machine=case.machine)
     curve = _curve(want, got, case)
     states.append(
         _digest_check(
@@ -137,7 +137,7 @@ def gather(case: Case, folder: Path, *, say: Say = lambda line: None) -> Documen
     states.append(
         _digest_check(case, "there and back", _digests(case, good.path), _digests(case, folder / "back"), case.unkept)
     )
-    controls = _controls(case, here, folder, want, announce) if case.planted and case.after else []
+    controls = _controls(case, hub_folder, folder, want, announce) if case.planted and case.after else []
     noise = _noise(case, want, folder, announce) if not case.canonical and case.after else None
     return _document(
         case,
@@ -150,7 +150,7 @@ def gather(case: Case, folder: Path, *, say: Say = lambda line: None) -> Documen
             "taken": good.path.name,
             "notes": list(good.notes),
             "commands": [_format_command(command)],
-            "reshard": {key: moved[key] for key in ("plan", "fallbacks", "dropped") if key in moved},
+            "reshard": {key: reshard_output[key] for key in ("plan", "fallbacks", "dropped") if key in reshard_output},
             "stages": announce.lines,
             "elapsed_s": round(time.perf_counter() - began, 3),
         },
@@ -205,11 +205,11 @@ def _digest_check(
     for state in dict.fromkeys([*left, *right]):
         if state in skipped:
             continue
-        mine = left.get(state, {})
-        theirs = right.get(state, {})
-        names = dict.fromkeys([*mine, *theirs])
-        equal = sum(mine.get(name) == theirs.get(name) for name in names)
-        differ += [f"{name} [{state}]" for name in names if mine.get(name) != theirs.get(name)]
+        left_digests = left.get(state, {})
+        right_digests = right.get(state, {})
+        names = dict.fromkeys([*left_digests, *right_digests])
+        equal = sum(left_digests.get(name) == right_digests.get(name) for name in names)
+        differ += [f"{name} [{state}]" for name in names if left_digests.get(name) != right_digests.get(name)]
         rows.append({"state": state, "tensors": len(names), "equal": equal})
     missing = [state for state in case.states if state not in left and state not in skipped]
     ok = not differ and not missing and "findings" not in left
@@ -244,8 +244,8 @@ def _relative(want: float, got: float) -> float:
 def _noise(case: Case, want: Sequence[TrainingStep], folder: Path, announce: _Announced) -> float:
     """The largest relative difference of the loss that a change of layout alone makes: B, uninterrupted, against A."""
     announce(f"noise: {case.before + case.after} steps as {case.target}, uninterrupted")
-    other = runs.run(case.job(case.target), case.before + case.after, machine=case.machine)
-    return max(_relative(a.loss, b.loss) for a, b in zip(want, other, strict=True))
+    second_run = runs.run(case.job(case.target), case.before + case.after, machine=case.machine)
+    return max(_relative(a.loss, b.loss) for a, b in zip(want, second_run, strict=True))
 
 
 # -- negative controls -------------------------------------------------------------------------------------------------
@@ -294,8 +294,8 @@ def _fingerprint(case: Case, folder: Path, steps: int) -> _Fingerprint:
         source = Loader(folder)
         trainer = Trainer(job, comm)
         trainer.load(source.read, source.scalars)
-        whole: WholeState = assemble([trainer.state()])
-        before = _digest_memory(whole)
+        state: WholeState = assemble([trainer.state()])
+        before = _digest_memory(state)
         done = [list(step) for step in trainer.train(steps)]
         end = _digest_memory(assemble([trainer.state()]))
         return {"digests": before, "scalars": dict(source.scalars), "steps": done, "end": end}
@@ -328,19 +328,19 @@ def _row(
     reference = want[case.before : case.before + steps]
     pairs = list(zip(reference, found.steps, strict=True))
     losses = [abs(a.loss - b.loss) for a, b in pairs]
-    seen = {
+    checks = {
         "digests": found.digests != truth.digests,
         "scalars": found.scalars != truth.scalars,
         "curve": tuple(reference) != found.steps,
         "end": found.end != truth.end,
     }
-    caught = any(seen.values())
+    caught = any(checks.values())
     return {
         "fault": name,
         "what": what,
         "loss_first": losses[0],
         "loss_max": max(losses),
-        "seen_by": seen,
+        "seen_by": checks,
         "caught": caught,
         "ok": caught == (name != "nothing"),
     }
@@ -416,16 +416,16 @@ def list_placement(layout: HarnessLayout, shape: ModelShape) -> list[Document]:
     """Who holds what: a row a rank."""
     rows = []
     for rank in range(layout.world):
-        at = layout.at(rank, shape)
+        coordinates = layout.at(rank, shape)
         count = shape.experts // layout.ep
         rows.append(
             {
                 "rank": rank,
-                "tp": at.tp,
-                "pp": at.pp,
-                "dp": at.dp,
-                "layers": [list(chunk) for chunk in at.chunks],
-                "experts": list(range(at.ep * count, (at.ep + 1) * count)),
+                "tp": coordinates.tp,
+                "pp": coordinates.pp,
+                "dp": coordinates.dp,
+                "layers": [list(chunk) for chunk in coordinates.chunks],
+                "experts": list(range(coordinates.ep * count, (coordinates.ep + 1) * count)),
             }
         )
     return rows
@@ -433,11 +433,11 @@ def list_placement(layout: HarnessLayout, shape: ModelShape) -> list[Document]:
 
 def make_failure(case: Case, error: CkptError) -> Document:
     """The document of a case that could not be carried out to its end."""
-    what = {"check": "the run", "ok": False, "text": f"{error.code}: {error.message}"}
+    failed_check = {"check": "the run", "ok": False, "text": f"{error.code}: {error.message}"}
     return {
         "ok": False,
         **_what_was_run(case),
-        "checks": [what],
+        "checks": [failed_check],
         "states": [],
         "curve": [],
         "controls": [],

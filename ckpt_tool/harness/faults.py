@@ -52,8 +52,8 @@ def _blocks_swapped(states: tuple[str, ...], pattern: str, dim: int = 0) -> Call
 
     def apply(tensors: Tensors, scalars: Scalars) -> None:
         for key in _keys(tensors, states, pattern):
-            first, second, *rest = tensors[key].chunk(4, dim)
-            tensors[key] = torch.cat([second, first, *rest], dim)
+            first_block, second, *other_blocks = tensors[key].chunk(4, dim)
+            tensors[key] = torch.cat([second, first_block, *other_blocks], dim)
 
     return apply
 
@@ -74,11 +74,11 @@ def _heads_swapped(tensors: Tensors, scalars: Scalars) -> None:
     were."""
     for state in ("model", "master", "ema"):
         (query,) = _keys(tensors, (state,), r"layers\.0\.self_attn\.q_proj")
-        (out,) = _keys(tensors, (state,), r"layers\.0\.self_attn\.o_proj")
-        first, second, *rest = tensors[query].chunk(8, 0)
-        tensors[query] = torch.cat([second, first, *rest], 0)
-        first, second, *rest = tensors[out].chunk(8, 1)
-        tensors[out] = torch.cat([second, first, *rest], 1)
+        (output,) = _keys(tensors, (state,), r"layers\.0\.self_attn\.o_proj")
+        first_head, second, *other_heads = tensors[query].chunk(8, 0)
+        tensors[query] = torch.cat([second, first_head, *other_heads], 0)
+        first_head, second, *other_heads = tensors[output].chunk(8, 1)
+        tensors[output] = torch.cat([second, first_head, *other_heads], 1)
 
 
 def _rounded_master(tensors: Tensors, scalars: Scalars) -> None:
@@ -168,10 +168,10 @@ def plant(fault: PlantedFault, folder: Path) -> None:
         state = path.removesuffix(".safetensors")
         if state in EVERY_STATE:
             source = weights if state == "model" else state
-            held = {name: values.contiguous().clone() for (of, name), values in tensors.items() if of == source}
+            copies = {name: values.contiguous().clone() for (of, name), values in tensors.items() if of == source}
         else:
-            held, marks[state] = load_file(folder / path), _marks(folder / path)
-        save_file(held, folder / path, {**marks[state], "save": index["save"]})
+            copies, marks[state] = load_file(folder / path), _marks(folder / path)
+        save_file(copies, folder / path, {**marks[state], "save": index["save"]})
     (folder / INDEX).write_text(json.dumps(index))
 
 
@@ -182,9 +182,9 @@ def _marks(path: Path) -> dict[str, str]:
 
 def _keys(tensors: Tensors, states: tuple[str, ...], pattern: str) -> list[tuple[str, str]]:
     """The tensors of any of the states; raises Incomplete E1508 where there is none."""
-    found = [key for key in tensors if key[0] in states and re.search(pattern, key[1])]
-    if not found:
+    matching = [key for key in tensors if key[0] in states and re.search(pattern, key[1])]
+    if not matching:
         raise Incomplete(
             f"no tensor [{', '.join(states)}] matches {pattern!r}", code="E1508", hint="the fault needs another model"
         )
-    return found
+    return matching

@@ -143,10 +143,10 @@ def _process(
     """One rank of a job of processes."""
     from ckpt_tool.harness.comm import ProcessComm
 
-    where = torch.device(device, rank if backend == "nccl" else 0) if device == "cuda" else torch.device(device)
-    if where.type == "cuda":
-        torch.cuda.set_device(where)
-    comm = ProcessComm(rank, world, meeting, groups, "nccl" if backend == "nccl" else "gloo", where)
+    torch_device = torch.device(device, rank if backend == "nccl" else 0) if device == "cuda" else torch.device(device)
+    if torch_device.type == "cuda":
+        torch.cuda.set_device(torch_device)
+    comm = ProcessComm(rank, world, meeting, groups, "nccl" if backend == "nccl" else "gloo", torch_device)
     result = entry(comm)
     comm.close()
     return result
@@ -251,14 +251,14 @@ def _threads(world: int, entry: Entry, device: str) -> list[Any]:
     """All ranks of a simulation, in this process."""
     board = Board()
     results = [None] * world
-    first: list[tuple[int, BaseException]] = []
+    failures: list[tuple[int, BaseException]] = []
 
     def run(rank: int) -> None:
         torch.set_num_threads(1)
         try:
             results[rank] = entry(SimComm(rank, world, board, torch.device(device)))
         except BaseException as error:  # kept for the main thread, which raises it
-            first.append((rank, error))
+            failures.append((rank, error))
             board.fail()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world)]
@@ -266,7 +266,7 @@ def _threads(world: int, entry: Entry, device: str) -> list[Any]:
         thread.start()
     for thread in threads:
         thread.join()
-    if first:
-        rank, error = first[0]
+    if failures:
+        rank, error = failures[0]
         raise error if isinstance(error, CkptError) else _as_error(rank, _as_json(error)) from error
     return results

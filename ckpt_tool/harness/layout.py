@@ -45,11 +45,11 @@ class HarnessLayout:
     @classmethod
     def parse(cls, text: str) -> HarnessLayout:
         """A layout from "tp2,pp2,dp2,ep2,vpp2,zero1,split=2-1-1"; what is left out is 1. Raises UsageError."""
-        found: dict[str, int] = {}
+        degrees: dict[str, int] = {}
         split: tuple[int, ...] = ()
         for word in filter(None, re.split(r"[,\s]+", text.strip())):
             match = _WORD.fullmatch(word)
-            if not match or (match[1] and match[1] in found):
+            if not match or (match[1] and match[1] in degrees):
                 raise UsageError(
                     f"a layout is words like tp2,pp2,dp2,ep2, not {word!r} in {text!r}",
                     code="E1500",
@@ -58,9 +58,9 @@ class HarnessLayout:
             if match[3]:
                 split = tuple(map(int, match[3].split("-")))
             else:
-                found[match[1]] = int(match[2])
-        zero = found.pop("zero", 1 if found.get("dp", 1) > 1 else 0)
-        return cls(**found, zero=zero, split=split)
+                degrees[match[1]] = int(match[2])
+        zero = degrees.pop("zero", 1 if degrees.get("dp", 1) > 1 else 0)
+        return cls(**degrees, zero=zero, split=split)
 
     def __str__(self) -> str:
         words = [f"{name}{getattr(self, name)}" for name in ("tp", "pp", "dp", "ep", "vpp") if getattr(self, name) > 1]
@@ -98,8 +98,8 @@ class HarnessLayout:
         """The global layer numbers of each virtual stage."""
         split = self.split
         if not split:
-            few, more = divmod(shape.layers, self.stages)
-            split = tuple(few + (stage < more) for stage in range(self.stages))
+            least, extra = divmod(shape.layers, self.stages)
+            split = tuple(least + (stage < extra) for stage in range(self.stages))
         ends = list(itertools.accumulate(split))
         return [tuple(range(end - count, end)) for end, count in zip(ends, split, strict=True)]
 
@@ -110,8 +110,8 @@ class HarnessLayout:
         return tuple(self.rank(tp=at.tp, dp=dp, pp=at.pp) for dp in range(self.dp))
 
     def ep_group(self, at: Coordinates) -> Group:
-        first = at.dp - at.ep
-        return tuple(self.rank(tp=at.tp, dp=dp, pp=at.pp) for dp in range(first, first + self.ep))
+        first_rank = at.dp - at.ep
+        return tuple(self.rank(tp=at.tp, dp=dp, pp=at.pp) for dp in range(first_rank, first_rank + self.ep))
 
     def edp_group(self, at: Coordinates) -> Group:
         return tuple(self.rank(tp=at.tp, dp=dp, pp=at.pp) for dp in range(at.ep, self.dp, self.ep))
@@ -123,19 +123,19 @@ class HarnessLayout:
 
     def groups(self, shape: ModelShape) -> list[Group]:
         """Every group of more than one rank that the job talks in, in an order that is the same on all ranks."""
-        found: dict[Group, None] = {}
+        groups: dict[Group, None] = {}
         for rank in range(self.world):
-            at = self.at(rank, shape)
+            coordinates = self.at(rank, shape)
             for group in (
-                self.tp_group(at),
-                self.dp_group(at),
-                self.ep_group(at),
-                self.edp_group(at),
-                self.ends_group(at),
+                self.tp_group(coordinates),
+                self.dp_group(coordinates),
+                self.ep_group(coordinates),
+                self.edp_group(coordinates),
+                self.ends_group(coordinates),
             ):
                 if len(group) > 1:
-                    found[group] = None
-        return sorted(found)
+                    groups[group] = None
+        return sorted(groups)
 
     # -- whether the model can take it --------------------------------------------------------------------------------
 
@@ -145,35 +145,39 @@ class HarnessLayout:
         sizes = {name: getattr(self, name) for name in ("tp", "pp", "dp", "ep", "vpp")}
         if small := [f"{name} is {size}, at least 1 is wanted" for name, size in sizes.items() if size < 1]:
             return small
-        found = []
+        faults = []
         if VIRTUAL % self.tp:
-            found.append(f"tp is {self.tp}, but the model is made of {VIRTUAL} shards, so tp must divide {VIRTUAL}")
+            faults.append(f"tp is {self.tp}, but the model is made of {VIRTUAL} shards, so tp must divide {VIRTUAL}")
         if self.dp % self.ep:
-            found.append(f"ep is {self.ep}, but experts are spread over the {self.dp} data ranks, so ep must divide dp")
+            faults.append(
+                f"ep is {self.ep}, but experts are spread over the {self.dp} data ranks, so ep must divide dp"
+            )
         if (shape.experts or 1) % self.ep:
-            found.append(
+            faults.append(
                 f"ep is {self.ep}, but the model has {shape.experts} experts, so ep must divide {shape.experts}"
             )
         if not 0 <= self.zero <= 3:
-            found.append(f"zero is {self.zero}, wanted 0, 1, 2 or 3")
+            faults.append(f"zero is {self.zero}, wanted 0, 1, 2 or 3")
         if muon and self.zero == 3 and self.dp > 1:
-            found.append("zero is 3, but Muon steps whole matrices, so zero must be 0, 1 or 2")
+            faults.append("zero is 3, but Muon steps whole matrices, so zero must be 0, 1 or 2")
         if self.split and (len(self.split) != self.stages or sum(self.split) != shape.layers or min(self.split) < 1):
             text = "-".join(map(str, self.split))
-            found.append(f"split {text} is not {self.stages} numbers from 1 that add up to {shape.layers} layers")
+            faults.append(f"split {text} is not {self.stages} numbers from 1 that add up to {shape.layers} layers")
         if self.stages > shape.layers:
-            found.append(
+            faults.append(
                 f"pp {self.pp} x vpp {self.vpp} is {self.stages} stages, but the model has {shape.layers} layers"
             )
         if self.vpp > 1 and self.pp == 1:
-            found.append(f"vpp is {self.vpp}, but one pipeline stage can't be interleaved")
+            faults.append(f"vpp is {self.vpp}, but one pipeline stage can't be interleaved")
         if steps and shape.batch % self.dp:
-            found.append(f"dp is {self.dp}, but a step has {shape.batch} microbatches, so dp must divide {shape.batch}")
+            faults.append(
+                f"dp is {self.dp}, but a step has {shape.batch} microbatches, so dp must divide {shape.batch}"
+            )
         if steps and canonical and shape.batch & (shape.batch - 1):
-            found.append(
+            faults.append(
                 f"a step has {shape.batch} microbatches: canonical sums pair them, so it must be a power of two"
             )
-        return found
+        return faults
 
     def check(self, shape: ModelShape, *, canonical: bool = True, steps: bool = True, muon: bool = False) -> None:
         """Raise UsageError (E1501) naming all that doesn't fit, and the nearest layout that does."""
@@ -204,11 +208,11 @@ class HarnessLayout:
 
         def distance(other: HarnessLayout) -> float:
             pairs = zip(self._degrees(), other._degrees(), strict=True)
-            return sum(abs(math.log2(max(mine, 0.5) / theirs)) for mine, theirs in pairs)
+            return sum(abs(math.log2(max(degree, 0.5) / other_degree)) for degree, other_degree in pairs)
 
-        found = min(fitting, key=distance)
-        keeps_split = replace(found, split=self.split)
-        return found if keeps_split.faults(shape, canonical=canonical, steps=steps, muon=muon) else keeps_split
+        closest = min(fitting, key=distance)
+        keeps_split = replace(closest, split=self.split)
+        return closest if keeps_split.faults(shape, canonical=canonical, steps=steps, muon=muon) else keeps_split
 
     def _degrees(self) -> tuple[int, ...]:
         return self.tp, self.pp, self.dp, self.ep, self.vpp

@@ -50,8 +50,8 @@ def run_tool(*arguments: str | Path, json_output: bool = True) -> dict[str, Any]
     words = [str(argument) for argument in arguments] + (["--json", "--progress", "none"] if json_output else [])
     done = subprocess.run([sys.executable, "-m", "ckpt_tool", *words], capture_output=True, text=True, check=False)
     if done.returncode not in (0, 1):
-        line, (what, hint) = " ".join(map(str, arguments)), _read_errors(done.stderr)
-        error = ToolFailed(f"ckpt {line} ended with exit code {done.returncode}: {what}", code=TOOL, hint=hint)
+        line, (message, hint) = " ".join(map(str, arguments)), _read_errors(done.stderr)
+        error = ToolFailed(f"ckpt {line} ended with exit code {done.returncode}: {message}", code=TOOL, hint=hint)
         error.exit_code = done.returncode  # type: ignore[misc]  # per instance: the tool's own
         raise error
     return dict(json.loads(done.stdout)) if json_output else {}
@@ -109,25 +109,25 @@ class Loader:
         is fp32 anyway (Megatron, Paddle), the 16-bit weight of a master (ZeRO 3; the caller rounds it, as DeepSpeed
         does).
         """
-        held = self._states.get(state)
+        tensors = self._states.get(state)
         twin = self._states.get(TWINS[state]) if state in TWINS else None
 
         def stands_in(name: str) -> bool:
             return twin is not None and name in twin and (state == "model" or twin[name].dtype == "F32")
 
-        if self.tied and name in TIED and (held is None or name not in held) and not stands_in(name):
+        if self.tied and name in TIED and (tensors is None or name not in tensors) and not stands_in(name):
             name = TIED[name]  # Paddle keeps the states of a tied pair under one of its names
-        if (held is None or name not in held) and stands_in(name):
-            held = twin
-        if held is None or name not in held:
+        if (tensors is None or name not in tensors) and stands_in(name):
+            tensors = twin
+        if tensors is None or name not in tensors:
             raise Incomplete(
                 f"the checkpoint has no {name} [{state}]",
                 code=MISSING,
                 path=str(self.path),
                 key=f"{name} [{state}]",
-                hint=near_misses(name, list(held or ())) or f"its states: {', '.join(self._states)}",
+                hint=near_misses(name, list(tensors or ())) or f"its states: {', '.join(self._states)}",
             )
-        lazy = held[name]
+        lazy = tensors[name]
         ends = [o + n for o, n in zip(offset, shape, strict=False)]
         if len(lazy.shape) != len(shape) or any(end > size for end, size in zip(ends, lazy.shape, strict=True)):
             raise InconsistentCheckpoint(
@@ -143,7 +143,7 @@ class Loader:
 
     def names(self) -> frozenset[str]:
         """Parameters of which any state is there."""
-        return frozenset(name for held in self._states.values() for name in held)
+        return frozenset(name for tensors in self._states.values() for name in tensors)
 
     def state(self, like: RankState) -> RankState:
         """The pieces that `like` holds, with the checkpoint's values: a rank's state without a trainer, for tests."""
@@ -160,9 +160,9 @@ def scalars_of(extras: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """The job's scalars, wherever the format keeps plain values. Raises Incomplete E1533."""
     scheduler = extras.get("scheduler")
     for place in (extras, scheduler if isinstance(scheduler, Mapping) else {}):
-        found = place.get(HARNESS)
-        if isinstance(found, Mapping):
-            return dict(found)
+        scalars = place.get(HARNESS)
+        if isinstance(scalars, Mapping):
+            return dict(scalars)
     raise Incomplete(
         f"no value {HARNESS!r} among the extras: {', '.join(map(str, extras)) or 'none'}",
         code=SCALARS,

@@ -116,22 +116,22 @@ def cases(
     if which == "quick":
         pairs: tuple[Pair, ...] = QUICK
     elif which == "full":
-        both = [pair for text in ALONE for pair in (Pair("tp1", text), Pair(text, "tp1"))]
-        pairs = (*both, *CROSS, *MUON)
+        edge_pairs = [pair for text in ALONE for pair in (Pair("tp1", text), Pair(text, "tp1"))]
+        pairs = (*edge_pairs, *CROSS, *MUON)
     else:
         raise UsageError(f"no matrix is called {which!r}", code="E1541", place="--matrix", hint="want quick or full")
     turns = cycle(formats.WRITERS)
-    found = []
+    listed_cases = []
     for number, pair in enumerate(pairs):
         shape = MODELS[pair.model or which]
-        left = HarnessLayout.parse(pair.source)
+        source_layout = HarnessLayout.parse(pair.source)
         right = HarnessLayout.parse(pair.target)
         by_muon = muon or pair.muon
-        found.append(
+        listed_cases.append(
             Case(
-                left,
+                source_layout,
                 right,
-                fmt or pair.fmt or _fitting(left, right, shape, turns, muon=by_muon),
+                fmt or pair.fmt or _fitting(source_layout, right, shape, turns, muon=by_muon),
                 shape,
                 canonical,
                 before=steps,
@@ -142,7 +142,7 @@ def cases(
                 muon=by_muon,
             )
         )
-    return found
+    return listed_cases
 
 
 def _fitting(source: HarnessLayout, target: HarnessLayout, shape: ModelShape, turns: cycle[str], *, muon: bool) -> str:

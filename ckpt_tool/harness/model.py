@@ -52,8 +52,8 @@ def attention(x: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, *, cos: Ten
 
     def rotate(states: Tensor) -> Tensor:
         even = states[..., ::2]
-        odd = states[..., 1::2]
-        return states * cos + torch.stack([-odd, even], -1).flatten(-2) * sin
+        odd_states = states[..., 1::2]
+        return states * cos + torch.stack([-odd_states, even], -1).flatten(-2) * sin
 
     queries = rotate(heads(q))
     keys = rotate(heads(k))
@@ -63,16 +63,16 @@ def attention(x: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, *, cos: Ten
     values = values.repeat_interleave(shared, 0)
     scores = queries @ keys.transpose(1, 2) / math.sqrt(depth)
     future = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).triu(1)
-    seen = scores.masked_fill(future, -math.inf).softmax(-1) @ values
-    return (seen.transpose(0, 1).reshape(tokens, -1).to(x.dtype).float() @ o.t()).to(x.dtype)
+    attended = scores.masked_fill(future, -math.inf).softmax(-1) @ values
+    return (attended.transpose(0, 1).reshape(tokens, -1).to(x.dtype).float() @ o.t()).to(x.dtype)
 
 
 def lookup(weight: Tensor, *, tokens: Tensor, first: int) -> Tensor:
     """Rows of the shard that begins at row `first`, zeros for tokens of other shards."""
     row = tokens - first
-    mine = (row >= 0) & (row < weight.shape[0])
-    found = functional.embedding(row.clamp(0, weight.shape[0] - 1), weight)
-    return (found * mine.unsqueeze(-1)).bfloat16()
+    is_own = (row >= 0) & (row < weight.shape[0])
+    embedded = functional.embedding(row.clamp(0, weight.shape[0] - 1), weight)
+    return (embedded * is_own.unsqueeze(-1)).bfloat16()
 
 
 def compute_routing(x: Tensor, weight: Tensor, *, top: int) -> Tensor:
@@ -159,10 +159,10 @@ class Model:
 
         if shape.splits(shape.rows):
             shards = tape.spread(x, self.shards)
-            whole = tape.columns([logits(x, shard) for x, shard in zip(shards, self._own(), strict=True)])
+            all_logits = tape.columns([logits(x, shard) for x, shard in zip(shards, self._own(), strict=True)])
         else:
-            whole = logits(x, 0)
-        return tape.block(lambda logits: loss_of(logits, targets=targets, vocab=shape.vocab), [whole])
+            all_logits = logits(x, 0)
+        return tape.block(lambda logits: loss_of(logits, targets=targets, vocab=shape.vocab), [all_logits])
 
     # -- parts of a layer ---------------------------------------------------------------------------------------------
 
@@ -220,9 +220,9 @@ class Model:
         ]  # [source][expert]
         per = shape.experts // self._layout.ep
         owned = range(self._at.ep * per, (self._at.ep + 1) * per)
-        away = [int(counts[first : first + per].sum()) for first in range(0, shape.experts, per)]
-        here = [sum(line[expert] for expert in owned) for line in table]
-        rows = tape.exchange(rows, self._ep, away, here)
+        away = [int(counts[first_expert : first_expert + per].sum()) for first_expert in range(0, shape.experts, per)]
+        rows_in = [sum(line[expert] for expert in owned) for line in table]
+        rows = tape.exchange(rows, self._ep, away, rows_in)
         calls = [
             (moment.microbatch + (source - self._at.ep) * self._stride, expert, line[expert])
             for source, line in enumerate(table)
@@ -239,7 +239,7 @@ class Model:
             )
 
         rows = self._run_sharded(tape, rows, shape.splits(shape.expert_ffn), body)
-        rows = tape.exchange(rows, self._ep, here, away)
+        rows = tape.exchange(rows, self._ep, rows_in, away)
         sizes = counts.tolist()
         mixed = tape.block(lambda rows, shares: _mix_experts(rows, shares, chosen, sizes), [rows, shares])
         if not shape.shared_experts:

@@ -42,8 +42,8 @@ def initial(param: ParameterShape, seed: int) -> torch.Tensor:
 
 def dropout_mask(shape: tuple[int, ...], rate: float, *site: int) -> torch.Tensor:
     """0 or 1 / (1 - rate), fp32, on the CPU. `site`: seed, step, global microbatch, layer, place in the layer."""
-    kept = torch.rand(shape, generator=_generator("dropout", *site)) >= rate
-    return kept.float() / (1.0 - rate)
+    keep = torch.rand(shape, generator=_generator("dropout", *site)) >= rate
+    return keep.float() / (1.0 - rate)
 
 
 def sample(shape: ModelShape, seed: int, index: int) -> torch.Tensor:

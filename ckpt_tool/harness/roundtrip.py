@@ -60,12 +60,13 @@ class RoundTrip:
 def cases(*, fmt: str | None = None, seed: int = 1234) -> list[RoundTrip]:
     """Every pair of the full matrix once, in all formats or in one; without the pairs that no format has a place
     for."""
-    both = [pair for text in ALONE for pair in (Pair("tp1", text), Pair(text, "tp1"))]
-    every = dict.fromkeys((pair.source, pair.target, pair.model or "full") for pair in (*both, *CROSS))
-    found = [
-        RoundTrip(HarnessLayout.parse(a), HarnessLayout.parse(b), fmt, MODELS[model], seed) for a, b, model in every
+    edge_pairs = [pair for text in ALONE for pair in (Pair("tp1", text), Pair(text, "tp1"))]
+    unique_trips = dict.fromkeys((pair.source, pair.target, pair.model or "full") for pair in (*edge_pairs, *CROSS))
+    listed_cases = [
+        RoundTrip(HarnessLayout.parse(a), HarnessLayout.parse(b), fmt, MODELS[model], seed)
+        for a, b, model in unique_trips
     ]
-    return [trip for trip in found if _fitting(trip)[0]]
+    return [trip for trip in listed_cases if _fitting(trip)[0]]
 
 
 def check(trip: RoundTrip) -> None:
@@ -91,8 +92,8 @@ def gather(trip: RoundTrip, folder: Path, *, say: Say = lambda line: None) -> Do
 
 def make_failure(trip: RoundTrip, error: CkptError) -> Document:
     """The document of a pair that could not be carried out to its end."""
-    what = {"check": "the run", "ok": False, "text": f"{error.code}: {error.message}"}
-    return _document(trip, [what], list(error.faults or ()), time.perf_counter())
+    failed_check = {"check": "the run", "ok": False, "text": f"{error.code}: {error.message}"}
+    return _document(trip, [failed_check], list(error.faults or ()), time.perf_counter())
 
 
 def _document(trip: RoundTrip, checks: list[Document], notes: list[str], began: float) -> Document:
@@ -192,18 +193,18 @@ def _digests(path: Path) -> Mapping[str, str]:
     """`NAME [STATE]` -> digest, and what `verify` finds fault with."""
     document = run_tool("verify", path)
     faults = {f"finding {number}": str(finding["code"]) for number, finding in enumerate(document["findings"])}
-    every = {
+    all_digests = {
         f"{name} [{state}]": digest for state, names in document["digests"].items() for name, digest in names.items()
     }
-    return every | faults
+    return all_digests | faults
 
 
 def _kept_digests(path: Path) -> Mapping[str, str]:
     """The same, looked up where another pair has looked it up already."""
-    kept = path.with_name(f"{path.name}.digests.json")
-    if not kept.exists():
-        kept.write_text(json.dumps(_digests(path)))
-    return dict(json.loads(kept.read_text()))
+    cache_file = path.with_name(f"{path.name}.digests.json")
+    if not cache_file.exists():
+        cache_file.write_text(json.dumps(_digests(path)))
+    return dict(json.loads(cache_file.read_text()))
 
 
 def _compare_answers(want: Mapping[str, str], got: Mapping[str, str]) -> Document:

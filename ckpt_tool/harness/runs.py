@@ -162,10 +162,10 @@ def _refuse_another_model(source: Loader, job: TrainingJob, start: Path) -> None
             key="lm_head.weight",
             hint="train on as a tied model: where the two part, no optimizer state says how",
         )
-    wanted = {param.name for param in job.shape.parameters()} | (
+    expected = {param.name for param in job.shape.parameters()} | (
         {"lm_head.weight"} if job.shape.tied and source.tied else set()
     )
-    if extra := sorted(source.names() - wanted):
+    if extra := sorted(source.names() - expected):
         raise InconsistentCheckpoint(
             f"the checkpoint has {len(extra)} parameters that the model does not have, {extra[0]} first",
             code="E1509",

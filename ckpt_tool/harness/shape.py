@@ -125,13 +125,13 @@ class ModelShape:
         embed = ParameterShape(
             "model.embed_tokens.weight", (self.rows, self.hidden), "embed", self._cut(0, self.rows), std=0.05
         )
-        found = [embed]
+        parameters = [embed]
         for layer in range(self.layers):
-            found += self._layer(layer)
-        found.append(ParameterShape("model.norm.weight", (self.hidden,), "head"))
+            parameters += self._layer(layer)
+        parameters.append(ParameterShape("model.norm.weight", (self.hidden,), "head"))
         if not self.tied:
-            found.append(embed._replace(name="lm_head.weight", room="head"))
-        return found
+            parameters.append(embed._replace(name="lm_head.weight", room="head"))
+        return parameters
 
     def _layer(self, layer: int) -> list[ParameterShape]:
         room = str(layer)
@@ -140,7 +140,7 @@ class ModelShape:
         query = self.heads * self.head_dim
         key = self.kv_heads * self.head_dim
         deep = 0.08 / math.sqrt(2 * self.layers)
-        found = [
+        parameters = [
             ParameterShape(f"{root}.input_layernorm.weight", (h,), room),
             ParameterShape(f"{root}.self_attn.q_proj.weight", (query, h), room, 0, std=0.08),
             ParameterShape(f"{root}.self_attn.k_proj.weight", (key, h), room, 0, std=0.08),
@@ -149,13 +149,15 @@ class ModelShape:
             ParameterShape(f"{root}.post_attention_layernorm.weight", (h,), room),
         ]
         if not self.is_sparse(layer):
-            return found + self._list_gated(f"{root}.mlp", room, self.dense_ffn)
-        found.append(ParameterShape(f"{root}.mlp.gate.weight", (self.experts, h), room, dtype=self.router, std=0.08))
+            return parameters + self._list_gated(f"{root}.mlp", room, self.dense_ffn)
+        parameters.append(
+            ParameterShape(f"{root}.mlp.gate.weight", (self.experts, h), room, dtype=self.router, std=0.08)
+        )
         for expert in range(self.experts):
-            found += self._list_gated(f"{root}.mlp.experts.{expert}", room, self.expert_ffn, expert)
+            parameters += self._list_gated(f"{root}.mlp.experts.{expert}", room, self.expert_ffn, expert)
         if self.shared_experts:
-            found += self._list_gated(f"{root}.mlp.shared_experts", room, self.expert_ffn * self.shared_experts)
-        return found
+            parameters += self._list_gated(f"{root}.mlp.shared_experts", room, self.expert_ffn * self.shared_experts)
+        return parameters
 
     def _list_gated(self, root: str, room: str, ffn: int, expert: int | None = None) -> list[ParameterShape]:
         wide = (ffn, self.hidden)

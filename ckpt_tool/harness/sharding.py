@@ -38,21 +38,21 @@ class RankParameter(NamedTuple):
 def list_rank_parameters(shape: ModelShape, layout: HarnessLayout, at: Coordinates) -> list[RankParameter]:
     """The parameters of a rank in the order of the model, its virtual stages one after the other."""
     rooms = {str(layer) for chunk in at.chunks for layer in chunk}
-    first = at.pp == 0
-    last = at.pp == layout.pp - 1
-    rooms |= {"embed"} if first else set()
-    rooms |= {"head"} if last else set()
+    is_first = at.pp == 0
+    is_last = at.pp == layout.pp - 1
+    rooms |= {"embed"} if is_first else set()
+    rooms |= {"head"} if is_last else set()
     per = max(1, shape.experts // layout.ep)
-    found = []
+    listed = []
     for param in shape.parameters():
-        second = shape.tied and last and not first and param.room == "embed"
+        second = shape.tied and is_last and not is_first and param.room == "embed"
         if param.room not in rooms and not second:
             continue
         if param.expert is not None and param.expert // per != at.ep:
             continue
         offset, box = local_box(param, layout.tp, at.tp)
-        found.append(RankParameter(param, offset, box, (at.tp if param.cut is None else 0) + second * layout.tp))
-    return found
+        listed.append(RankParameter(param, offset, box, (at.tp if param.cut is None else 0) + second * layout.tp))
+    return listed
 
 
 def local_box(param: ParameterShape, tp: int, index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -75,20 +75,20 @@ def parts(
     if zero == 3:
         return {item.param.name: _band(item.numel, math.ceil(item.numel / size), index) for item in params}
     dealt = sorted((item for item in params if muon and item.param.is_matrix), key=lambda item: item.numel)
-    found = {}
+    part_of = {}
     for number, item in enumerate(dealt):
         turn = number % (2 * size)
-        mine = index == min(turn, 2 * size - 1 - turn)
-        found[item.param.name] = (0, item.numel if mine else 0)
-    line = [item for item in params if item.param.name not in found]
+        is_own = index == min(turn, 2 * size - 1 - turn)
+        part_of[item.param.name] = (0, item.numel if is_own else 0)
+    line = [item for item in params if item.param.name not in part_of]
     share = math.ceil(sum(item.numel for item in line) / size)
     low = index * share
     start = 0
     for item in line:
         cut = [min(max(edge - start, 0), item.numel) for edge in (low, low + share)]
-        found[item.param.name] = (cut[0], cut[1])
+        part_of[item.param.name] = (cut[0], cut[1])
         start += item.numel
-    return found
+    return part_of
 
 
 def _band(numel: int, share: int, index: int) -> tuple[int, int]:

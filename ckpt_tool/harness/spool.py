@@ -120,6 +120,6 @@ def _read(folder: Path, rank: int, like: RankState) -> RankState:
         span = None if flat is None else (int(flat[0]), int(flat[1]))
         values = tensors[str(number)]
         pieces.append(TensorPiece(piece, state, tuple(shape), tuple(offset), tuple(box), values, span, replica))
-    at = facts["at"]
-    at["chunks"] = tuple(tuple(chunk) for chunk in at["chunks"])
-    return RankState(like.layout, like.shape, Coordinates(**at), pieces, from_json(facts["scalars"]))
+    position = facts["at"]
+    position["chunks"] = tuple(tuple(chunk) for chunk in position["chunks"])
+    return RankState(like.layout, like.shape, Coordinates(**position), pieces, from_json(facts["scalars"]))

@@ -92,12 +92,12 @@ class RankStore:
     def wait(self) -> None:
         """Until the last save's files are there: the rank's own, and on rank 0 the whole checkpoint. Raises what it
         failed with; StorageError E1539 for what the disk refused."""
-        last = self._saving
+        last_saving = self._saving
         self._saving = None
-        if last is None:
+        if last_saving is None:
             return
         try:
-            last.result()
+            last_saving.result()
         except OSError as e:
             raise StorageError(
                 f"saving failed: {e.strerror}", code=FAILED, path=str(self.root), hint="make room, or save elsewhere"
@@ -123,10 +123,10 @@ class RankStore:
     def _finish(self, state: RankState, partial: Path, ranks: Path) -> None:
         while len(spool.done(ranks)) < self.world:
             time.sleep(_POLL)
-        whole = assemble(spool.read(ranks, self.world, state))
+        state_of_all = assemble(spool.read(ranks, self.world, state))
         folder = partial / "checkpoint"
         folder.mkdir()
-        formats.write(self.fmt, whole, folder)
+        formats.write(self.fmt, state_of_all, folder)
         fault_point("complete")
         step = int(state.scalars["step"])
         facts = {"step": step, "format": self.fmt, "layout": str(state.layout), "files": _files(folder)}
@@ -170,24 +170,24 @@ def latest(root: Path) -> Good:
     """The newest whole checkpoint. Raises Incomplete E1538 when there is none, with a line for each that was looked
     at."""
     notes = []
-    found: Good | None = None
+    good: Good | None = None
     for path in sorted(steps(root), reverse=True) if root.is_dir() else ():
         fault = fault_of(path)
         if fault is None:
-            found = Good(path, int(path.name.removeprefix("step_")), ())
+            good = Good(path, int(path.name.removeprefix("step_")), ())
             break
         notes.append(f"{path.name} is torn: {fault}")
     for path in sorted(root.iterdir(), reverse=True) if root.is_dir() else ():
         match = _HIDDEN.fullmatch(path.name)
-        if match and match[2] == "partial" and (found is None or int(match[1]) > found.step):
+        if match and match[2] == "partial" and (good is None or int(match[1]) > good.step):
             ranks = len(spool.done(path / "ranks"))
             notes.append(f"the save of step {int(match[1])} was cut off: {ranks} ranks had written their share")
-    if found is None:
+    if good is None:
         raise Incomplete(
             "no whole checkpoint", code=NONE_GOOD, path=str(root), faults=notes, hint="start the run from its beginning"
         )
-    taken = f"{found.path.name} is the last good one, and is taken"
-    return found._replace(notes=tuple(f"{note}; {taken}" for note in notes))
+    taken_text = f"{good.path.name} is the last good one, and is taken"
+    return good._replace(notes=tuple(f"{note}; {taken_text}" for note in notes))
 
 
 def fault_of(path: Path) -> str | None:
@@ -211,10 +211,10 @@ def fault_of(path: Path) -> str | None:
 
 def clean(root: Path) -> list[str]:
     """Remove what earlier starts of the job left half done; their names. Before any rank starts."""
-    left = [path for path in root.iterdir() if _HIDDEN.fullmatch(path.name)] if root.is_dir() else []
-    for path in left:
+    hidden_files = [path for path in root.iterdir() if _HIDDEN.fullmatch(path.name)] if root.is_dir() else []
+    for path in hidden_files:
         shutil.rmtree(path)
-    return sorted(path.name for path in left)
+    return sorted(path.name for path in hidden_files)
 
 
 def _files(folder: Path) -> dict[str, tuple[int, str]]:

@@ -110,11 +110,11 @@ class Tape:
                 return leaves, compute(*leaves)
 
         leaves, made = run(not self._recompute)
-        kept = None if self._recompute else (leaves, made)
+        saved = None if self._recompute else (leaves, made)
         out = Node(made.detach())
 
         def undo() -> None:
-            leaves, made = kept or run(True)
+            leaves, made = saved or run(True)
             grads = torch.autograd.grad(made, leaves, out.take()) if leaves else ()
             for node, grad in zip(inputs, grads[: len(inputs)], strict=True):
                 node.add(grad)
@@ -130,7 +130,9 @@ class Tape:
         """The sum of all ranks' parts, one a virtual shard: in order, or by all-reduce in native mode."""
         if not self._canonical:
             return self._comm.all_reduce(self._tp, ordered_sum(parts).float()).to(parts[0].dtype)
-        return ordered_sum([part for own in self._comm.all_gather(self._tp, torch.stack(list(parts))) for part in own])
+        return ordered_sum(
+            [part for partial in self._comm.all_gather(self._tp, torch.stack(list(parts))) for part in partial]
+        )
 
     def spread(self, node: Node, count: int) -> list[Node]:
         """The node once for each of `count` own shards."""
@@ -153,14 +155,14 @@ class Tape:
     def columns(self, nodes: Sequence[Node]) -> Node:
         """All shards of all ranks side by side along the last dim; back: each gets its own columns."""
         parts = self._comm.all_gather(self._tp, torch.stack([node.value for node in nodes]))
-        out = Node(torch.cat([part for own in parts for part in own], -1))
+        out = Node(torch.cat([part for rank_parts in parts for part in rank_parts], -1))
         width = nodes[0].value.shape[-1]
-        first = self._tp.index(self._comm.rank) * len(nodes) * width
+        first_column = self._tp.index(self._comm.rank) * len(nodes) * width
 
         def undo() -> None:
             grad = out.take()
             for number, node in enumerate(nodes):
-                node.add(grad.narrow(-1, first + number * width, width).contiguous())
+                node.add(grad.narrow(-1, first_column + number * width, width).contiguous())
 
         self._undo.append(undo)
         return out
@@ -227,8 +229,8 @@ class GradientSums:
         level = 0
         place = microbatch
         while (level, place ^ 1) in tree:
-            other = tree.pop((level, place ^ 1))
-            gradient = gradient + other  # a + b is b + a to the bit
+            sibling = tree.pop((level, place ^ 1))
+            gradient = gradient + sibling  # a + b is b + a to the bit
             level = level + 1
             place = place >> 1
         tree[level, place] = gradient
@@ -240,7 +242,7 @@ class GradientSums:
             return comm.all_reduce(group, line)
         parts = comm.all_gather(group, line)
         while len(parts) > 1:
-            parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
+            parts = [left_part + right for left_part, right in zip(parts[::2], parts[1::2], strict=True)]
         return parts[0]
 
     def _top(self, ref: Ref) -> torch.Tensor:

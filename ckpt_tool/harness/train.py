@@ -151,13 +151,13 @@ class Trainer:
         shape = self.job.shape
         layout = self.job.layout
         stage = op.chunk * layout.pp + self.at.pp
-        tapes, entry, out = self._flights.pop((op.microbatch, op.chunk))
+        tapes, entry, outputs = self._flights.pop((op.microbatch, op.chunk))
         if stage == layout.stages - 1:
-            out.add(torch.ones_like(out.value))
+            outputs.add(torch.ones_like(outputs.value))
         else:
             size = (shape.sequence, shape.hidden)
             source = self._rank_of(stage + 1)
-            out.add(self.comm.recv(size, torch.bfloat16, source, self._tag(op, stage, forward=False)))
+            outputs.add(self.comm.recv(size, torch.bfloat16, source, self._tag(op, stage, forward=False)))
         while tapes:
             room, tape = tapes.pop()
             self.weights.gather(room)
@@ -187,11 +187,11 @@ class Trainer:
         """The rank's parts of all gradients, and the square sums (fp64) that it answers for, one a shard of the
         model."""
         squares = torch.zeros(len(self._places()), dtype=torch.float64)
-        found: dict[str, torch.Tensor] = {}
+        gradients: dict[str, torch.Tensor] = {}
         for group, items in self.weights.kinds():
             for bucket in _buckets(items):
-                self._join(group, bucket, found, squares)
-        return found, squares
+                self._join(group, bucket, gradients, squares)
+        return gradients, squares
 
     def _join(
         self, group: Group, bucket: list[RankParameter], found: dict[str, torch.Tensor], squares: torch.Tensor
@@ -208,13 +208,13 @@ class Trainer:
         places = self._places()
         for item in bucket:
             size = item.numel
-            mine = line[start : start + size]
+            own_part = line[start : start + size]
             refs = self.weights.refs(item)
             if group.index(self.comm.rank) == 0 and item.copies == 0:
-                for ref, shard in zip(refs, mine.chunk(len(refs)), strict=True):
+                for ref, shard in zip(refs, own_part.chunk(len(refs)), strict=True):
                     squares[places[ref]] = shard.double().square().sum().cpu()
             found[item.param.name] = (
-                self.weights.box_of(item, mine).reshape(-1)[self.weights.part(item.param.name)].clone()
+                self.weights.box_of(item, own_part).reshape(-1)[self.weights.part(item.param.name)].clone()
             )
             start += size
 
@@ -260,9 +260,9 @@ class Trainer:
         dim = item.param.cut
         if muon is None or not gradient.numel():
             return
-        own = muon.ahead(slices, gradient).view(item.box)
-        whole = own if dim is None else torch.cat(self.comm.all_gather(self._tp, own), dim)
-        step = muon.orthogonal(whole)
+        own_ahead = muon.ahead(slices, gradient).view(item.box)
+        full_ahead = own_ahead if dim is None else torch.cat(self.comm.all_gather(self._tp, own_ahead), dim)
+        step = muon.orthogonal(full_ahead)
         if dim is not None:
             step = step.narrow(dim, item.offset[dim], item.box[dim])
         muon.update(slices, step.reshape(-1), self.job.adam, rate=rate)
@@ -355,16 +355,16 @@ def _next(
             before = (False, microbatch, stage + 1) if stage + 1 < stages else (True, microbatch, stage)
         return before is None or done.get(before, tick) < tick
 
-    own = range(rank, stages, pp)
+    own_stages = range(rank, stages, pp)
     for microbatch in range(microbatches):
-        for stage in reversed(own):
+        for stage in reversed(own_stages):
             if ready(False, microbatch, stage) and (True, microbatch, stage) in done:
                 return Op(False, microbatch, stage // pp)
     # Megatron's order of interleaved forwards: pp microbatches through one chunk, then the same through the next
-    for first in range(0, microbatches, pp):
-        for stage in own:
+    for first_microbatch in range(0, microbatches, pp):
+        for stage in own_stages:
             waiting = sum((True, m, stage) in done and (False, m, stage) not in done for m in range(microbatches))
-            for microbatch in range(first, min(first + pp, microbatches)):
+            for microbatch in range(first_microbatch, min(first_microbatch + pp, microbatches)):
                 if waiting < stages - stage and ready(True, microbatch, stage):
                     return Op(True, microbatch, stage // pp)
     return None

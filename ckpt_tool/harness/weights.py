@@ -54,9 +54,9 @@ class RankWeights:
         self._shares: list[list[dict[str, tuple[int, int]]]] = []  # by kind, what each member of its group updates
         self._parts: dict[str, tuple[int, int]] = {}
         for group, items in self.kinds():
-            every = [parts(items, layout.zero, len(group), index, muon=muon) for index in range(len(group))]
-            self._shares.append(every)
-            self._parts |= every[group.index(at.rank)]
+            parts_of_all = [parts(items, layout.zero, len(group), index, muon=muon) for index in range(len(group))]
+            self._shares.append(parts_of_all)
+            self._parts |= parts_of_all[group.index(at.rank)]
         self.slices: dict[str, Slices | MuonSlices] = {}
         self._values: dict[str, torch.Tensor] = {}  # whole boxes; with ZeRO 3 only while gathered
         self._own: dict[str, torch.Tensor] = {}  # ZeRO 3: the rank's part of the model's values
@@ -128,11 +128,14 @@ class RankWeights:
             if not items:
                 continue
             line = torch.cat([part.view(torch.uint8) for part in padded])
-            lines = [torch.split(part, [own.nbytes for own in padded]) for part in self._comm.all_gather(group, line)]
+            lines = [
+                torch.split(part, [own_size.nbytes for own_size in padded])
+                for part in self._comm.all_gather(group, line)
+            ]
             for number, item in enumerate(items):
                 raw = torch.cat([line[number] for line in lines])
-                whole = raw.view(_DTYPES[item.param.dtype])[: item.numel]
-                self._values[item.param.name] = whole.view(item.box).clone()
+                full = raw.view(_DTYPES[item.param.dtype])[: item.numel]
+                self._values[item.param.name] = full.view(item.box).clone()
 
     def release(self, room: str) -> None:
         """ZeRO 3: let go of the room's values."""
@@ -162,9 +165,9 @@ class RankWeights:
     def _rebuild_line(
         self, group: Group, items: Sequence[RankParameter], shares: Sequence[Mapping[str, tuple[int, int]]]
     ) -> None:
-        own = torch.cat([self.slices[item.param.name].master for item in items])
+        own_line = torch.cat([self.slices[item.param.name].master for item in items])
         sizes = [sum(stop - start for start, stop in share.values()) for share in shares]
-        lines = self._comm.all_gather(group, _pad(own, max(sizes)))
+        lines = self._comm.all_gather(group, _pad(own_line, max(sizes)))
         places = [0] * len(group)
         for item in items:
             found = []
@@ -204,9 +207,9 @@ class RankWeights:
 
     def _replica(self, item: RankParameter) -> int:
         """The number of a copy that every data rank has."""
-        at = self._at
+        coordinates = self._at
         layout = self._layout
-        index = at.dp if item.param.expert is None else at.dp // layout.ep
+        index = coordinates.dp if item.param.expert is None else coordinates.dp // layout.ep
         return index * 2 * layout.tp + item.copies
 
     def load(self, read: Read) -> None:

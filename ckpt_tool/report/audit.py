@@ -27,14 +27,14 @@ def audit(document: Document, *, everything: bool = False) -> Page:
         blocks.append(_write_code_findings([each for each in findings if each["code"] == code], everything))
     if document["notes"]:
         blocks.append(Lines("notes", tuple(map(note_text, document["notes"]))))
-    what = "" if document["values"] else "; --values reads the values too"
+    suffix = "" if document["values"] else "; --values reads the values too"
     if document["ok"]:
         blocks.append(
-            Verdict(True, f"complete and plausible: no findings, {plural(document['tensors'], 'tensor')}{what}")
+            Verdict(True, f"complete and plausible: no findings, {plural(document['tensors'], 'tensor')}{suffix}")
         )
     else:
         kinds = ", ".join(_kinds(findings))
-        blocks.append(Verdict(False, f"{plural(len(findings), 'finding')}: {kinds}{what}"))
+        blocks.append(Verdict(False, f"{plural(len(findings), 'finding')}: {kinds}{suffix}"))
     return Page(f"ckpt audit {document['path']}", tuple(blocks))
 
 
@@ -42,20 +42,20 @@ def _write_code_findings(found: Sequence[Document], everything: bool) -> Lines:
     """Those of one code: what they are, each of them, and what to do once for all that agree."""
     listed = found if everything else found[:LISTED]
     lines: list[Cell] = [Styled(found[0]["title"], "strong")]
-    for each in listed:
-        file = f" ({each['file']})" if each["file"] and each["file"] not in each["message"] else ""
-        lines.append(Styled(f"{agree(each['message'])}{file}", _STYLES[each["severity"]]))
+    for finding in listed:
+        file = f" ({finding['file']})" if finding["file"] and finding["file"] not in finding["message"] else ""
+        lines.append(Styled(f"{agree(finding['message'])}{file}", _STYLES[finding["severity"]]))
         lines += [
-            Styled(f"{'see' if at == 0 else 'of the same cause:'} {seen['url']}", "dim")
-            for at, seen in enumerate(each["seen"])
+            Styled(f"{'see' if position == 0 else 'of the same cause:'} {report['url']}", "dim")
+            for position, report in enumerate(finding["seen"])
         ]
     lines.append(Styled(more(len(found) - len(listed), "finding"), "dim"))
-    lines += [Styled(f"to do: {do}", "plain") for do in dict.fromkeys(each["do"] for each in listed) if do]
+    lines += [Styled(f"to do: {do}", "plain") for do in dict.fromkeys(finding["do"] for finding in listed) if do]
     return Lines(f"{found[0]['code']} {found[0]['severity']}", tuple(lines), drawn=True)
 
 
 def _kinds(findings: Sequence[Document]) -> list[str]:
     counts: dict[str, int] = {}
-    for each in findings:
-        counts[each["severity"]] = counts.get(each["severity"], 0) + 1
+    for finding in findings:
+        counts[finding["severity"]] = counts.get(finding["severity"], 0) + 1
     return [f"{count(number)} {kind}" + ("s" if number > 1 else "") for kind, number in counts.items()]

@@ -111,8 +111,8 @@ def _changed_groups(summary: Sequence[Document], *, everything: bool) -> list[Bl
     blocks: list[Block] = []
     for state in states:
         groups = sorted(by_state[state], key=_severity_of_group)
-        most = FIRST_STATE_ROWS if state == states[0] else OTHER_STATE_ROWS
-        listed = groups if everything else groups[:most]
+        limit = FIRST_STATE_ROWS if state == states[0] else OTHER_STATE_ROWS
+        listed = groups if everything else groups[:limit]
         title = f"{state}: what differs, worst first"
         if any(group["changed"] > 1 for group in listed):
             title += " (amounts of each row's worst tensor)"
@@ -201,10 +201,10 @@ def _list_layers(layers: Sequence[Document]) -> list[Block]:
 
     amounts = [inf if layer["rel_l2"] is None else float(layer["rel_l2"]) for layer in of_state]
     if amounts[0] <= ALIKE * median_low(amounts):
-        least, most = (_number(layer["rel_l2"]) for layer in (of_state[-1], of_state[0]))
-        if not most:
+        least, largest = (_number(layer["rel_l2"]) for layer in (of_state[-1], of_state[0]))
+        if not largest:
             return []
-        line = f"{state}: all {len(of_state)} layers changed alike, relative L2 {least} to {most}"
+        line = f"{state}: all {len(of_state)} layers changed alike, relative L2 {least} to {largest}"
         return [Lines("", (line,))]
 
     columns = (
@@ -343,9 +343,9 @@ def verification(document: Document, *, everything: bool = False) -> Page:
         (key, str(document[key])) for key in ("path", "format", "mode") if document.get(key)
     ]
     facts += [
-        (what, _seal(document[what], str(document.get("mode"))))
-        for what in ("signature", "attestation")
-        if document.get(what)
+        (name, _seal(document[name], str(document.get("mode"))))
+        for name in ("signature", "attestation")
+        if document.get(name)
     ]
     if facts:
         blocks.append(Facts(tuple(facts)))
@@ -375,12 +375,12 @@ def _findings(findings: Sequence[Document], *, everything: bool) -> list[Block]:
     columns = (Column("code"), Column("tensor"), Column("file", drop=1), Column("finding"))
     rows = tuple(
         (
-            Styled(each.get("code") or "", "bad"),
-            each.get("tensor") or "",
-            place_of(each),
-            agree(each.get("message") or ""),
+            Styled(finding.get("code") or "", "bad"),
+            finding.get("tensor") or "",
+            place_of(finding),
+            agree(finding.get("message") or ""),
         )
-        for each in listed
+        for finding in listed
     )
     has_long_messages = any(len(row[3]) > 60 for row in rows)
     blocks: list[Block] = [_as_lines(rows) if has_long_messages else PageTable("findings", columns, rows, drawn=True)]
@@ -392,12 +392,12 @@ def _findings(findings: Sequence[Document], *, everything: bool) -> list[Block]:
 def _never_covered(document: Document, *, everything: bool) -> list[Block]:
     """The files that a signature or an attestation leaves out by its own rules."""
     blocks: list[Block] = []
-    for what in ("signature", "attestation"):
-        ignored = (document.get(what) or {}).get("ignored")
+    for name in ("signature", "attestation"):
+        ignored = (document.get(name) or {}).get("ignored")
         if ignored:
             listed = ignored if everything else ignored[:LISTED]
             lines = (*listed, more(len(ignored) - len(listed), "file"))
-            blocks.append(Lines(f"never covered by the {what}", lines))
+            blocks.append(Lines(f"never covered by the {name}", lines))
     return blocks
 
 
@@ -423,11 +423,11 @@ def place_of(finding: Document) -> str:
 
 def _list_uncovered(rows: Sequence[Document]) -> list[Block]:
     """What damage can't be seen in: whole files, and of others the headers and padding between checksummed records."""
-    whole = [int(row["size"]) for row in rows if row["bytes"] == row["size"]]
+    uncovered_sizes = [int(row["size"]) for row in rows if row["bytes"] == row["size"]]
     parts = [int(row["bytes"]) for row in rows if row["bytes"] != row["size"]]
-    lines = [f"{plural(len(whole), 'file')}, {size(sum(whole))}"] if whole else []
+    lines = [f"{plural(len(uncovered_sizes), 'file')}, {size(sum(uncovered_sizes))}"] if uncovered_sizes else []
     if parts:
-        files = plural(len(parts), "other file" if whole else "file")
+        files = plural(len(parts), "other file" if uncovered_sizes else "file")
         lines.append(f"{size(sum(parts))} of headers and padding in {files}")
     return [Facts((("not covered by a checksum", "; ".join(lines)),))] if lines else []
 
@@ -443,8 +443,8 @@ def _as_lines(rows: tuple[tuple[Cell, ...], ...]) -> Lines:
     """Long findings, one each: code, message, then where."""
     lines = []
     for code, tensor, file, message in rows:
-        where = ", ".join(str(part) for part in (file, tensor) if part)
-        lines.append(f"{code.text if isinstance(code, Styled) else code}: {message}{f' ({where})' if where else ''}")
+        place = ", ".join(str(part) for part in (file, tensor) if part)
+        lines.append(f"{code.text if isinstance(code, Styled) else code}: {message}{f' ({place})' if place else ''}")
     return Lines("findings", tuple(lines), drawn=True)
 
 

@@ -61,9 +61,9 @@ class Group:
     def add(self, what: str, numbers: list[int]) -> None:
         """Count a tensor whose name has these numbers. what: `equal`, or how it differs."""
         self.counts[what] += 1
-        seen = self.numbers.setdefault(what, [set() for _ in numbers])
-        for known, number in zip(seen, numbers, strict=True):
-            known.add(number)
+        number_sets = self.numbers.setdefault(what, [set() for _ in numbers])
+        for known_numbers, number in zip(number_sets, numbers, strict=True):
+            known_numbers.add(number)
 
     def severity(self) -> tuple[int, float]:
         """Where it stands among others: smaller is worse."""
@@ -83,7 +83,7 @@ class Group:
         return {
             "state": self.state,
             "pattern": self.pattern,
-            "names": {what: self.names_of(what) for what in self.numbers if what != "equal"},
+            "names": {kind: self.names_of(kind) for kind in self.numbers if kind != "equal"},
             "tensors": sum(self.counts.values()),
             **self.counts,
             "rel_l2": relative,
@@ -127,10 +127,10 @@ class Group:
         parts = iter(sorted(found) for found in self.numbers[what])
 
         def fill(match: re.Match[str]) -> str:
-            found = next(parts, None)
-            if found is None:  # a * of the name itself
+            part = next(parts, None)
+            if part is None:  # a * of the name itself
                 return match[0]
-            return str(found[0]) if len(found) == 1 else f"[{ranges(found)}]"
+            return str(part[0]) if len(part) == 1 else f"[{ranges(part)}]"
 
         return _STAR.sub(fill, self.pattern)
 

@@ -59,20 +59,20 @@ def as_text(error: CkptError, look: Look, *, everything: bool = False, trace: Ba
 def _line(indent: str, label: str, style: Style, text: str, look: Look, text_style: Style = "plain") -> list[str]:
     """A label and what it says; on a terminal broken between words, below the label's end."""
     start = indent + label + " "
-    told = show_text(hide_in_message(text), MESSAGE_LIMIT)  # whole, before a URL is broken into lines
-    first, *rest = wrap_line(told, look, text_style, first=" " * cells(start), rest="    ")
-    return [indent + look.paint(label, style) + first[len(start) - 1 :], *rest]
+    safe_text = show_text(hide_in_message(text), MESSAGE_LIMIT)  # whole, before a URL is broken into lines
+    first_line, *other_lines = wrap_line(safe_text, look, text_style, first=" " * cells(start), rest="    ")
+    return [indent + look.paint(label, style) + first_line[len(start) - 1 :], *other_lines]
 
 
 def as_json(error: CkptError) -> str:
     """The error as one line of JSON, ASCII only."""
     document = error.to_json()
-    said = {
+    fields = {
         "message": agree(error.message),
         "hint": hint_of(error),
         "faults": [agree(fault) for fault in error.faults],
     }
-    document["error"] = {**document["error"], **said}  # type: ignore[dict-item]
+    document["error"] = {**document["error"], **fields}  # type: ignore[dict-item]
     return json.dumps(hide_in_document(document)) + "\n"  # libraries of stores put URLs into their messages
 
 

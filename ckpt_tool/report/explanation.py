@@ -45,10 +45,12 @@ def explanation(document: Mapping[str, Any]) -> Page:
 def _list_blocks(document: Mapping[str, Any]) -> list[Block]:
     blocks: list[Block] = []
     errors = [row for row in document["codes"] if row["class"] != NOTE]
-    for number, what in EXITS.items():
+    for number, meaning in EXITS.items():
         lines = _lines_of(row for row in errors if row["exit_code"] == number)
         if lines:
-            blocks.append(Lines(f"exit code {number}: {what}" if number is not None else f"exit code: {what}", lines))
+            blocks.append(
+                Lines(f"exit code {number}: {meaning}" if number is not None else f"exit code: {meaning}", lines)
+            )
     notes = _lines_of(row for row in document["codes"] if row["class"] == NOTE)
     if notes:
         blocks.append(Lines(NOTES, notes))

@@ -58,14 +58,14 @@ def _refuse_existing(path: str, option: str, what: str) -> OutputExists:
 
 def check_apart(files: Mapping[str, str | None]) -> None:
     """Raise UsageError E2831 where two options name one file. files: option -> path, None where it is not given."""
-    seen: dict[str, str] = {}
+    option_of: dict[str, str] = {}
     for option, path in files.items():
         if path is None:
             continue
         real = os.path.join(os.path.realpath(os.path.dirname(os.path.abspath(path))), os.path.basename(path))
-        other = seen.setdefault(real, option)
-        if other != option:
-            raise UsageError(f"{other} and {option} name one file", code="E2831", path=path)
+        earlier = option_of.setdefault(real, option)
+        if earlier != option:
+            raise UsageError(f"{earlier} and {option} name one file", code="E2831", path=path)
 
 
 def save(path: str, data: bytes, option: str, ours: Callable[[bytes], bool]) -> None:

@@ -20,7 +20,7 @@ _LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
 def page_of(document: Mapping[str, Any]) -> Page:
     """The page of `commands.help.help_on`'s document."""
     if "topics" in document:
-        rows = tuple((each["topic"], Styled(each["title"], "plain")) for each in document["topics"])
+        rows = tuple((topic["topic"], Styled(topic["title"], "plain")) for topic in document["topics"])
         return Page(
             "ckpt help", (Facts(rows), Lines("", ("ckpt help TOPIC shows a page; ckpt VERB --help the options",)))
         )
@@ -55,15 +55,15 @@ def _blocks(lines: list[str]) -> Iterator[Block]:
 
 def _paragraph(lines: list[str], number: int) -> tuple[list[str], int]:
     """Sentences that follow one another, joined; each item of a list is a line of its own. And where it ends."""
-    found: list[str] = []
+    parts: list[str] = []
     while number < len(lines) and lines[number].strip() and not lines[number].startswith(("#", "|", _FENCE)):
         text = _plain(lines[number].strip())
-        if not found or text.startswith("- "):
-            found.append(text)
+        if not parts or text.startswith("- "):
+            parts.append(text)
         else:
-            found[-1] += f" {text}" if found[-1][-1].isascii() or text[0].isascii() else text
+            parts[-1] += f" {text}" if parts[-1][-1].isascii() or text[0].isascii() else text
         number += 1
-    return found, number
+    return parts, number
 
 
 def _cells(row: str) -> list[str]:

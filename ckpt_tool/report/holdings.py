@@ -107,8 +107,8 @@ def nobody(path: str) -> None:
 
 def whose(catalog: Catalog, rank_of: RankOf) -> RankOf:
     """Whose a file of the checkpoint is: as its reader says, and else as its name does."""
-    stated = found.coords if (found := catalog.hints.get(FileRanks)) else {}
-    return lambda path: stated.get(path) or rank_of(path)
+    coords = ranks.coords if (ranks := catalog.hints.get(FileRanks)) else {}
+    return lambda path: coords.get(path) or rank_of(path)
 
 
 def list_catalog_holdings(catalog: Catalog, rank_of: RankOf = nobody) -> Holdings:
@@ -142,11 +142,11 @@ def list_target_holdings(
     def of(number: int) -> Parts:
         return [(files[file].path, array.box) for file, array in places.of(number)]
 
-    many = (
+    has_many = (
         Given(t.key.state, t.dtype, t.shape, partial(of, number), (places.group(number), t.key.state))
         for number, t in enumerate(tensors)
     )
-    return holdings(many, mesh, rank_of)
+    return holdings(has_many, mesh, rank_of)
 
 
 def holdings(rows: Iterable[Given], mesh: Mapping[str, int], rank_of: RankOf) -> Holdings:
@@ -154,23 +154,23 @@ def holdings(rows: Iterable[Given], mesh: Mapping[str, int], rank_of: RankOf) ->
     book = _Book(rank_of)
     tensors = [book.entered(row) for row in rows]
     order = sorted(range(len(book.names)), key=lambda number: _place(book.coords[number], number))
-    numbers = {old: new for new, old in enumerate(order)}
+    numbers = {old_number: new_number for new_number, old_number in enumerate(order)}
     holders = tuple(
         Holder(
-            book.names[old],
-            book.coords[old],
-            tuple(book.files[old]),
-            {state: (row[0], row[1]) for state, row in book.states[old].items()},
+            book.names[old_number],
+            book.coords[old_number],
+            tuple(book.files[old_number]),
+            {state: (row[0], row[1]) for state, row in book.states[old_number].items()},
         )
-        for old in order
+        for old_number in order
     )
-    cuts = tuple(CutShown(shape, tuple((numbers[held], box) for held, box in parts)) for shape, parts in book.cuts)
+    cuts = tuple(CutShown(shape, tuple((numbers[holder], box) for holder, box in parts)) for shape, parts in book.cuts)
     return Holdings(mesh, holders, cuts, tensors)
 
 
 def rank_name(coords: Coords) -> str:
     """`tp 1, pp 0`; `rank 5` where that is all that is known."""
-    return ", ".join(f"{dim} {at}" for dim, at in coords.items())
+    return ", ".join(f"{dim} {coordinate}" for dim, coordinate in coords.items())
 
 
 def _place(coords: Coords, number: int) -> tuple[int, tuple[int, ...], int]:
@@ -195,32 +195,32 @@ class _Book:
 
     def entered(self, row: Given) -> int:
         """The number of the tensor's cut; its parts are added to what their holders hold."""
-        known = None if row.alike is None else self._alike.get((row.alike, row.shape))
-        if known is None:
+        earlier_cut = None if row.alike is None else self._alike.get((row.alike, row.shape))
+        if earlier_cut is None:
             parts = tuple([(self._holder(path), box) for path, box in row.parts() if 0 not in box.shape])
             key = (row.shape, parts)
-            known = self._numbers.setdefault(key, len(self.cuts))
-            if known == len(self.cuts):
+            earlier_cut = self._numbers.setdefault(key, len(self.cuts))
+            if earlier_cut == len(self.cuts):
                 self.cuts.append(key)
             if row.alike is not None:
-                self._alike[row.alike, row.shape] = known
-        for held, box in self.cuts[known][1]:
-            self.states[held].setdefault(row.state, [0, 0])[1] += row.dtype.nbytes(box.numel)
-        for held in {held for held, _ in self.cuts[known][1]}:
-            self.states[held][row.state][0] += 1
-        return known
+                self._alike[row.alike, row.shape] = earlier_cut
+        for holder, box in self.cuts[earlier_cut][1]:
+            self.states[holder].setdefault(row.state, [0, 0])[1] += row.dtype.nbytes(box.numel)
+        for holder in {holder for holder, _ in self.cuts[earlier_cut][1]}:
+            self.states[holder][row.state][0] += 1
+        return earlier_cut
 
     def _holder(self, path: str) -> int:
-        known = self._holders.get(path)
-        if known is None:
+        number = self._holders.get(path)
+        if number is None:
             coords = self._rank_of(path) or {}
             name = (bool(coords), rank_name(coords) if coords else path)
-            known = self._by_name.setdefault(name, len(self.names))
-            if known == len(self.names):
+            number = self._by_name.setdefault(name, len(self.names))
+            if number == len(self.names):
                 self.names.append(name[1])
                 self.coords.append(coords)
                 self.files.append({})
                 self.states.append({})
-            self.files[known][path] = None
-            self._holders[path] = known
-        return known
+            self.files[number][path] = None
+            self._holders[path] = number
+        return number

@@ -96,15 +96,15 @@ def document(page: Page, *, facts: Iterable[tuple[str, str]] = (), data: Mapping
 def _body(page: Page, facts: tuple[tuple[str, str], ...], figures: bool) -> str:
     """The verdict and the facts on top, then the text, then the figures; last, folded, the text of what they show."""
     verdicts = [block for block in page.blocks if isinstance(block, Verdict)]
-    rest = [block for block in page.blocks if not isinstance(block, Verdict)]
-    first = rest[0] if rest else None
-    leads = isinstance(first, Facts) and not first.title
-    rows = first.rows if isinstance(first, Facts) and leads else ()
+    other_blocks = [block for block in page.blocks if not isinstance(block, Verdict)]
+    first_block = other_blocks[0] if other_blocks else None
+    leads = isinstance(first_block, Facts) and not first_block.title
+    rows = first_block.rows if isinstance(first_block, Facts) and leads else ()
     top: list[Block] = [*verdicts, Facts((*facts, *rows))] if facts or rows else [*verdicts]
-    rest = rest[1:] if leads else rest
+    other_blocks = other_blocks[1:] if leads else other_blocks
 
-    drawn = [block for block in rest if figures and isinstance(block, PageTable | Lines) and block.drawn]
-    written = [block for block in rest if block not in drawn]
+    drawn = [block for block in other_blocks if figures and isinstance(block, PageTable | Lines) and block.drawn]
+    written = [block for block in other_blocks if block not in drawn]
     parts = [f"<main>\n<h1>{escape(show_text(page.title))}</h1>", *map(_block, (*top, *written))]
     if figures:
         parts.append(
@@ -143,12 +143,12 @@ def _block(block: Block) -> str:
     if isinstance(block, PageTable):
         return _title(block.title) + _table(block)
     if isinstance(block, Lines):
-        listed = [line for line in block.lines if text_of(line)]
-        items = "\n".join(f"<li{_classes(_style(line))}>{_text(line)}" for line in listed[:ROWS_SHOWN])
-        if len(listed) > ROWS_SHOWN:
-            items += f'\n<li class="dim">... {count(len(listed) - ROWS_SHOWN)} more lines; --json has all'
+        lines = [line for line in block.lines if text_of(line)]
+        items = "\n".join(f"<li{_classes(_style(line))}>{_text(line)}" for line in lines[:ROWS_SHOWN])
+        if len(lines) > ROWS_SHOWN:
+            items += f'\n<li class="dim">... {count(len(lines) - ROWS_SHOWN)} more lines; --json has all'
         items = f"<ul>\n{items}\n</ul>"
-        return _title(block.title) + (_wrap_in_box(items, block.title or "lines") if len(listed) > _LINES else items)
+        return _title(block.title) + (_wrap_in_box(items, block.title or "lines") if len(lines) > _LINES else items)
     if isinstance(block, Curves):
         return _title(block.title) + curves(block)
     if isinstance(block, Ranks):  # a terminal's: here the table of files says it
@@ -192,8 +192,8 @@ def _table(table: PageTable) -> str:
         f'<table role="table"{_classes(_stacking(table))}>\n<tr role="row">{heads}\n' + "\n".join(rows) + "\n</table>"
     )
     hidden = len(table.rows) - ROWS_SHOWN
-    more = table.more or (f"... {count(hidden)} more rows; --json has all" if hidden > 0 else "")
-    closing = f'<p class="dim">{escape(show_text(more))}</p>' if more else ""
+    footer = table.more or (f"... {count(hidden)} more rows; --json has all" if hidden > 0 else "")
+    closing = f'<p class="dim">{escape(show_text(footer))}</p>' if footer else ""
     return _wrap_in_box(body, table.title or "table") + closing
 
 
@@ -260,12 +260,12 @@ def curves(block: Curves) -> str:
     pad = (high - low) * 0.05 or abs(high) * 0.01 or 1.0
     low = low - pad
     high = high + pad
-    first = min(block.xs)
-    last = max(block.xs)
+    min_x = min(block.xs)
+    max_x = max(block.xs)
     decimals = max(0, min(9, 2 - floor(log10(high - low))))  # of every number at the axis
 
     def x(at: float) -> float:
-        return LEFT + (at - first) / max(last - first, 1) * (WIDE - LEFT - RIGHT)
+        return LEFT + (at - min_x) / max(max_x - min_x, 1) * (WIDE - LEFT - RIGHT)
 
     def y(value: float) -> float:
         return TOP + (high - value) / (high - low) * (HIGH - TOP - BOTTOM)
@@ -291,12 +291,12 @@ def curves(block: Curves) -> str:
         parts.append(
             f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="{width}" stroke-linejoin="round"/>'
         )
-        left = LEFT + number * LEGEND
+        legend_left = LEFT + number * LEGEND
         parts.append(
-            f'<line x1="{left}" x2="{left + 18}" y1="{HIGH - 8}" y2="{HIGH - 8}" stroke="{colour}" '
+            f'<line x1="{legend_left}" x2="{legend_left + 18}" y1="{HIGH - 8}" y2="{HIGH - 8}" stroke="{colour}" '
             f'stroke-width="{width}"/>'
         )
-        parts.append(f'<text x="{left + 24}" y="{HIGH - 4}">{escape(show_text(name))}</text>')
+        parts.append(f'<text x="{legend_left + 24}" y="{HIGH - 4}">{escape(show_text(name))}</text>')
     return _wrap_in_box("".join([*parts, "</svg>"]), block.title)
 
 
@@ -304,29 +304,29 @@ def tiles(block: Tiles) -> str:
     """Tiles in rows, coloured by group."""
     if not block.rows:
         return ""
-    every = [tile for row in block.rows for tile in row]
-    groups = 1 + max(group for _, _, group in every)
-    letters = min(TILE_LETTERS, max(len(line) for label, text, _ in every for line in (label, *text)))
+    all_tiles = [tile for row in block.rows for tile in row]
+    groups = 1 + max(group for _, _, group in all_tiles)
+    letters = min(TILE_LETTERS, max(len(line) for label, text, _ in all_tiles for line in (label, *text)))
     tile_width = max(TILE_LEAST, round(letters * LETTER) + 16)
-    tile_height = (1 + max(len(text) for _, text, _ in every)) * LINE + 12
+    tile_height = (1 + max(len(text) for _, text, _ in all_tiles)) * LINE + 12
     across = max(len(row) for row in block.rows)
 
     parts = [_svg(across * (tile_width + GAP), len(block.rows) * (tile_height + GAP), block.title)]
     for r, row in enumerate(block.rows):
         for c, (label, text, group) in enumerate(row):
-            left = c * (tile_width + GAP)
+            tile_left = c * (tile_width + GAP)
             top = r * (tile_height + GAP)
             colour = palette.rank_colour(group, groups)
-            whole = escape("; ".join(show_text(line) for line in (label, *text)))
+            full_text = escape("; ".join(show_text(line) for line in (label, *text)))
             parts.append(
-                f'<g><title>{whole}</title><rect x="{left + 1}" y="{top + 1}" width="{tile_width - 2}" '
+                f'<g><title>{full_text}</title><rect x="{tile_left + 1}" y="{top + 1}" width="{tile_width - 2}" '
                 f'height="{tile_height - 2}" rx="5" fill="{colour}" fill-opacity="0.16" stroke="{colour}"/>'
             )
             for n, line in enumerate((label, *text)):
                 weight = ' font-weight="600"' if n == 0 else ""
                 fitting = line if len(line) <= TILE_LETTERS else f"{line[: TILE_LETTERS - 1]}\u2026"
                 parts.append(
-                    f'<text x="{left + 8}" y="{top + 17 + n * LINE}"{weight}>{escape(show_text(fitting))}</text>'
+                    f'<text x="{tile_left + 8}" y="{top + 17 + n * LINE}"{weight}>{escape(show_text(fitting))}</text>'
                 )
             parts.append("</g>")
     return _wrap_in_box("".join([*parts, "</svg>"]), block.title)

@@ -75,9 +75,9 @@ def note_text(note: Any) -> str:
     """A note of the catalog or a plain line."""
     if not isinstance(note, Mapping):
         return agree(str(note))
-    where = ", ".join(str(note[key]) for key in ("path", "file", "tensor", "key") if note.get(key))
+    place = ", ".join(str(note[key]) for key in ("path", "file", "tensor", "key") if note.get(key))
     message = agree(str(note.get("message", "")))
-    return f"{message} ({where})" if where else message
+    return f"{message} ({place})" if place else message
 
 
 def _head(document: Document) -> Facts:
@@ -104,10 +104,10 @@ def _missing(document: Document, *, everything: bool) -> Iterator[Block]:
     files = missing["files"]
     tensors = missing["tensors"]
     counts = [plural(len(rows), noun) for rows, noun in ((files, "file"), (tensors, "tensor")) if rows]
-    known = f", {size(missing['bytes'])}" if missing["bytes"] else ""
-    what = f"{' and '.join(counts)}{known}" if counts else missing["error"]["message"]
-    rest = "below is what is there" if document["tensors"] else "nothing else says anything"
-    yield Verdict(False, f"missing: {what}; {rest}")
+    size_text = f", {size(missing['bytes'])}" if missing["bytes"] else ""
+    missing_text = f"{' and '.join(counts)}{size_text}" if counts else missing["error"]["message"]
+    remark = "below is what is there" if document["tensors"] else "nothing else says anything"
+    yield Verdict(False, f"missing: {missing_text}; {remark}")
 
     shown_files = files if everything else files[:MISSING_SHOWN]
     if files:
@@ -218,18 +218,18 @@ def _fold_names(listing: Listing, depth: int | None) -> PageTable:
 
 def _tree(tensors: Sequence[Document], depth: int | None) -> PageTable:
     """The names as a tree; a tensor's states share its line."""
-    placed = any("chunks" in tensor for tensor in tensors)
+    has_chunks = any("chunks" in tensor for tensor in tensors)
     states = list(dict.fromkeys(tensor["state"] for tensor in tensors))
     rows = (
         (
             t["name"],
-            (t["state"], t["dtype"], tuple(t["shape"]), _cut(t) if placed else ""),
+            (t["state"], t["dtype"], tuple(t["shape"]), _cut(t) if has_chunks else ""),
             t["bytes"],
         )
         for t in tensors
     )
     title = "" if len(states) == 1 else f"each name with its states: {', '.join(states)}"
-    return _table(FoldedTree(rows if len(states) == 1 else _join_states(rows)), depth, placed=placed, title=title)
+    return _table(FoldedTree(rows if len(states) == 1 else _join_states(rows)), depth, placed=has_chunks, title=title)
 
 
 def _table(tree: FoldedTree, depth: int | None, *, placed: bool, title: str) -> PageTable:
@@ -252,8 +252,8 @@ def _join_states(rows: Iterator[tuple[str, tuple[Any, ...], int]]) -> Iterator[t
     """One row a name: its states' facts as a tuple, its bytes as their sum."""
     whats: dict[str, tuple[Any, ...]] = {}
     sizes: dict[str, int] = {}
-    for name, what, nbytes in rows:
-        whats[name] = (*whats.get(name, ()), what)
+    for name, facts, nbytes in rows:
+        whats[name] = (*whats.get(name, ()), facts)
         sizes[name] = sizes.get(name, 0) + nbytes
     for name, states in whats.items():
         yield name, states, sizes[name]
@@ -314,7 +314,11 @@ def _files(tensors: Sequence[Document], *, everything: bool) -> Iterator[PageTab
     rows = []
     for name in listed:
         rank, chunks, nbytes = files[name]
-        coords = " ".join(f"{dim} {at}" for dim, at in rank.items()) if isinstance(rank, Mapping) else str(rank)
+        coords = (
+            " ".join(f"{dim} {coordinate}" for dim, coordinate in rank.items())
+            if isinstance(rank, Mapping)
+            else str(rank)
+        )
         rows.append((name, coords, count(chunks), size(nbytes)))
     yield PageTable("", columns, tuple(rows), more=more(len(names) - len(listed), "file"), drawn=True)
 

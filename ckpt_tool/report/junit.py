@@ -41,13 +41,13 @@ def junit(document: Document) -> bytes:
 
 
 def _case(finding: Document) -> str:
-    where = finding["tensor"] or finding["file"] or "the checkpoint"
+    place = finding["tensor"] or finding["file"] or "the checkpoint"
     body = [finding["message"], f"to do: {finding['do']}" if finding["do"] else ""]
-    body += [f"{each['name']}: {each['url']}" for each in finding["seen"]]
+    body += [f"{report['name']}: {report['url']}" for report in finding["seen"]]
     text = quoted("\n".join(escape(line) for line in body if line))
     kind = f"{finding['code']} {finding['severity']}"
     return (
-        f"    <testcase classname={_attribute(finding['code'])} name={_attribute(where)}>\n"
+        f"    <testcase classname={_attribute(finding['code'])} name={_attribute(place)}>\n"
         f"      <failure type={_attribute(kind)} message={_attribute(finding['title'])}>{text}</failure>\n"
         "    </testcase>"
     )

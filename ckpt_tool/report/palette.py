@@ -92,8 +92,8 @@ def terminal_code(state: str) -> str:
     colour = STATES.get(state, OTHER_STATE)
     linear = [_linear(channel) for channel in _channels(colour)]
     scale = _TEXT_LUMINANCE / _luminance(linear)
-    wanted = [_encode_gamma(min(1.0, value * scale)) for value in linear]
-    red, green, blue = (min(range(6), key=lambda level: abs(_CUBE[level] - value)) for value in wanted)
+    target_color = [_encode_gamma(min(1.0, value * scale)) for value in linear]
+    red, green, blue = (min(range(6), key=lambda level: abs(_CUBE[level] - value)) for value in target_color)
     return f"38;5;{16 + 36 * red + 6 * green + blue}"
 
 

@@ -47,7 +47,7 @@ def picture(verb: str, document: Document, seen: ReportData) -> dict[str, Any]:
     """The data of the figures; {} for a verb that looks at no tensors."""
     if verb in _WRITERS and seen.get("rewriting"):
         return _draw_rewriting(document, seen["rewriting"][-1])
-    opened = {each.path: each for each in seen.get("checkpoint", ())}
+    opened = {checkpoint.path: checkpoint for checkpoint in seen.get("checkpoint", ())}
     if verb == "diff" and {document.get("left"), document.get("right")} <= opened.keys():
         return _draw_pair(document, opened[document["left"]], opened[document["right"]])
     if verb in ("inspect", "verify", "audit") and document.get("path") in opened:
@@ -56,16 +56,16 @@ def picture(verb: str, document: Document, seen: ReportData) -> dict[str, Any]:
 
 
 def _draw_one(document: Document, checkpoint: Checkpoint) -> dict[str, Any]:
-    held = list_catalog_holdings(checkpoint.catalog, checkpoint.rank_of)
+    holdings = list_catalog_holdings(checkpoint.catalog, checkpoint.rank_of)
     rows = [Tensor(row.name, row.state, row.dtype, row.shape) for row in checkpoint.catalog.rows()]
-    cuts = held.tensors
+    cuts = holdings.tensors
     total = (document.get("total") or {}).get("tensors", len(rows))
     if total != len(rows):  # `--match`, `--state`: what is not listed is not drawn
-        listed = {(row["name"], row["state"]) for row in document["tensors"]}
-        kept = [number for number, row in enumerate(rows) if (row.name, row.state) in listed]
-        rows = [rows[number] for number in kept]
-        cuts = [cuts[number] for number in kept]
-    return {**_columns(rows, (PictureSide("", held, cuts),)), **_findings(document, rows)}
+        listed_names = {(row["name"], row["state"]) for row in document["tensors"]}
+        row_numbers = [number for number, row in enumerate(rows) if (row.name, row.state) in listed_names]
+        rows = [rows[number] for number in row_numbers]
+        cuts = [cuts[number] for number in row_numbers]
+    return {**_columns(rows, (PictureSide("", holdings, cuts),)), **_findings(document, rows)}
 
 
 def _draw_pair(document: Document, left: Checkpoint, right: Checkpoint) -> dict[str, Any]:
@@ -76,20 +76,20 @@ def _draw_pair(document: Document, left: Checkpoint, right: Checkpoint) -> dict[
         for row in checkpoint.catalog.rows():
             keys.setdefault(TensorKey(row.name, row.state), Tensor(row.name, row.state, row.dtype, row.shape))
     for title, checkpoint in zip(_TWO_SIDES["diff"], (left, right), strict=True):
-        held = list_catalog_holdings(checkpoint.catalog, checkpoint.rank_of)
-        cuts = dict(zip(checkpoint.catalog.tensors, held.tensors, strict=True))
-        sides.append(PictureSide(title, held, [cuts.get(key, NONE) for key in keys]))
+        holdings = list_catalog_holdings(checkpoint.catalog, checkpoint.rank_of)
+        cuts = dict(zip(checkpoint.catalog.tensors, holdings.tensors, strict=True))
+        sides.append(PictureSide(title, holdings, [cuts.get(key, NONE) for key in keys]))
     numbers = {key: number for number, key in enumerate(keys)}
     differences = [
         [
-            numbers.get(TensorKey(each["name"], each.get("state", "")), NONE),
-            each["kind"],
-            each.get("max_ulp"),
-            _finite(each.get("max_abs")),
-            each.get("elements"),
-            _finite(each.get("rel_l2")),
+            numbers.get(TensorKey(difference["name"], difference.get("state", "")), NONE),
+            difference["kind"],
+            difference.get("max_ulp"),
+            _finite(difference.get("max_abs")),
+            difference.get("elements"),
+            _finite(difference.get("rel_l2")),
         ]
-        for each in document.get("differences") or ()
+        for difference in document.get("differences") or ()
     ]
     return {**_columns(list(keys.values()), sides), "differences": differences}
 
@@ -151,23 +151,23 @@ def _columns(rows: Sequence[Tensor], sides: Sequence[PictureSide]) -> dict[str, 
 
 
 def _side(side: PictureSide) -> dict[str, Any]:
-    held = side.holdings
+    holdings = side.holdings
     return {
         "title": side.title,
-        "ranks": held.of_ranks,
-        "mesh": dict(held.mesh),
+        "ranks": holdings.of_ranks,
+        "mesh": dict(holdings.mesh),
         "holders": [
             {
                 "name": show_text(holder.name),
-                "colour": palette.rank_colour(number, len(held.holders)),
-                "at": {show_text(dim): at for dim, at in holder.coords.items()},
+                "colour": palette.rank_colour(number, len(holdings.holders)),
+                "at": {show_text(dim): coordinate for dim, coordinate in holder.coords.items()},
                 "files": [show_text(file) for file in holder.files[:FILES_LISTED]],
                 "more": max(0, len(holder.files) - FILES_LISTED),
                 "states": {show_text(state): list(numbers) for state, numbers in holder.states.items()},
             }
-            for number, holder in enumerate(held.holders)
+            for number, holder in enumerate(holdings.holders)
         ],
-        "cuts": [_cut(cut) for cut in held.cuts],
+        "cuts": [_cut(cut) for cut in holdings.cuts],
     }
 
 
@@ -180,10 +180,10 @@ def _cut(cut: CutShown) -> list[Any]:
 
 
 def _group_by_box(cut: CutShown) -> dict[Box, list[int]]:
-    found: dict[Box, list[int]] = {}
+    holders_of: dict[Box, list[int]] = {}
     for holder, box in cut.parts:
-        found.setdefault(box, []).append(holder)
-    return found
+        holders_of.setdefault(box, []).append(holder)
+    return holders_of
 
 
 def _spans(numbers: Iterable[int]) -> list[Any]:
@@ -194,7 +194,7 @@ def _spans(numbers: Iterable[int]) -> list[Any]:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    return [first if first == last else [first, last] for first, last in runs]
+    return [begin if begin == end else [begin, end] for begin, end in runs]
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -227,13 +227,13 @@ def _list_shared(before: CutShown, after: CutShown) -> Iterable[tuple[int, int, 
         sources.sort(key=lambda pair: pair[0].offset[dim])
     starts = [box.offset[dim] if dim != NONE else 0 for box, _ in sources]
     longest = max(box.shape[dim] for box, _ in sources) if dim != NONE else 1
-    for wanted, outputs in _group_by_box(after).items():
-        low = bisect_left(starts, wanted.offset[dim] - longest + 1) if dim != NONE else 0
-        high = bisect_left(starts, wanted.end[dim]) if dim != NONE else len(starts)
+    for after_box, outputs in _group_by_box(after).items():
+        low = bisect_left(starts, after_box.offset[dim] - longest + 1) if dim != NONE else 0
+        high = bisect_left(starts, after_box.end[dim]) if dim != NONE else len(starts)
         for box, holders in sources[low:high]:
             numel = prod(
                 max(0, min(a + n, b + m) - max(a, b))
-                for a, n, b, m in zip(box.offset, box.shape, wanted.offset, wanted.shape, strict=True)
+                for a, n, b, m in zip(box.offset, box.shape, after_box.offset, after_box.shape, strict=True)
             )
             if numel:
                 for output in outputs:
@@ -247,26 +247,26 @@ def _list_shared(before: CutShown, after: CutShown) -> Iterable[tuple[int, int, 
 def _findings(document: Document, rows: Sequence[Tensor]) -> dict[str, Any]:
     """[code, severity, message, tensor's number or NONE, its name, its place, what to do, title, URLs of the same
     cause]; those of `verify` are errors."""
-    found = list(document.get("findings") or ())[:FINDINGS_LISTED]
+    findings = list(document.get("findings") or ())[:FINDINGS_LISTED]
     nonfinite = document.get("nonfinite") or {}
-    if not found and not nonfinite:
+    if not findings and not nonfinite:
         return {}
     numbers = {str(TensorKey(row.name, row.state)): number for number, row in enumerate(rows)}
-    listed = [
+    rows_listed = [
         [
-            show_text(each.get("code") or ""),
-            each.get("severity", "error"),
-            show_text(each.get("message") or "", 2000),
-            numbers.get(each.get("tensor") or "", NONE),
-            show_text(each.get("tensor") or ""),
-            show_text(place_of(each)),
-            show_text(each.get("do") or "", 2000),
-            show_text(each.get("title") or ""),
-            [show_text(seen["url"]) for seen in each.get("seen") or ()],
+            show_text(finding.get("code") or ""),
+            finding.get("severity", "error"),
+            show_text(finding.get("message") or "", 2000),
+            numbers.get(finding.get("tensor") or "", NONE),
+            show_text(finding.get("tensor") or ""),
+            show_text(place_of(finding)),
+            show_text(finding.get("do") or "", 2000),
+            show_text(finding.get("title") or ""),
+            [show_text(report["url"]) for report in finding.get("seen") or ()],
         ]
-        for each in found
+        for finding in findings
     ]
-    listed += [
+    rows_listed += [
         [
             "",
             "note",
@@ -280,7 +280,7 @@ def _findings(document: Document, rows: Sequence[Tensor]) -> dict[str, Any]:
         ]
         for name, count in list(nonfinite.items())[:FINDINGS_LISTED]
     ]
-    return {"findings": listed}
+    return {"findings": rows_listed}
 
 
 def _finite(value: Any) -> Any:

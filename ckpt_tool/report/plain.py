@@ -142,10 +142,10 @@ def look_width(look: Look) -> int:
 
 def _fit(text: str, columns: int) -> int:
     """How many characters of `text` fit in `columns`, at least one."""
-    taken = 0
+    used = 0
     for index, char in enumerate(text):
-        taken += cells(char)
-        if taken > columns:
+        used += cells(char)
+        if used > columns:
             return max(index, 1)
     return len(text)
 
@@ -204,13 +204,13 @@ class _Grid(NamedTuple):
     indents: list[int]  # terminal columns
 
     def widths(self) -> list[int]:
-        first = [cells(row[0]) + indent for row, indent in zip(self.texts, self.indents, strict=True)]
+        first_column = [cells(row[0]) + indent for row, indent in zip(self.texts, self.indents, strict=True)]
         others = [
             max([cells(column.title), *(cells(row[i]) for row in self.texts)])
             for i, column in enumerate(self.columns)
             if i
         ]
-        return [max([cells(self.columns[0].title), *first]), *others]
+        return [max([cells(self.columns[0].title), *first_column]), *others]
 
     def without(self, index: int) -> _Grid:
         return _Grid(

@@ -151,11 +151,10 @@ class PlainProgress(_Meter):
         if not self._total:
             self._say(f"{self._what}: {size(self._done)}, {size(speed)}/s{file}\n")
             return
-        left = duration((self._total - self._done) / speed) if speed and self._done <= self._total else "?"
+        time_left = duration((self._total - self._done) / speed) if speed and self._done <= self._total else "?"
         percent = min(100 * self._done // self._total, 100)
-        self._say(
-            f"{self._what}: {percent}%, {size(self._done)} of {size(self._total)}, {size(speed)}/s, {left} left{file}\n"
-        )
+        progress = f"{percent}%, {size(self._done)} of {size(self._total)}"
+        self._say(f"{self._what}: {progress}, {size(speed)}/s, {time_left} left{file}\n")
 
     def _show_end(self, elapsed: float) -> None:
         if elapsed >= self.interval:
@@ -214,8 +213,8 @@ class Bar(PlainProgress):
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        what = self._what if wide else self._what[: max(width - NUMBERS, 4)].rstrip()
-        task = bar.add_task(what, total=self._total or None, file="")
+        label = self._what if wide else self._what[: max(width - NUMBERS, 4)].rstrip()
+        task = bar.add_task(label, total=self._total or None, file="")
         self._draw = lambda done, file: bar.update(task, completed=done, file=show_text(file, 200))
         self._stop = bar.stop
         self._print = lambda text: console.print(text, end="", soft_wrap=True)
@@ -272,8 +271,8 @@ class JsonLines(_Meter):
 
     def _show_progress(self, elapsed: float) -> None:
         file = {"file": self._file} if self._file else {}
-        said = {"bytes": self._done, "total_bytes": self._total, "elapsed_s": round(elapsed, 3), **file}
-        self._event("progress", what=self._what, **said)
+        fields = {"bytes": self._done, "total_bytes": self._total, "elapsed_s": round(elapsed, 3), **file}
+        self._event("progress", what=self._what, **fields)
 
     def _show_end(self, elapsed: float) -> None:
         self._event("finish", what=self._what, bytes=self._done, total_bytes=self._total, elapsed_s=round(elapsed, 3))

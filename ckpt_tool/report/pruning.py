@@ -38,10 +38,10 @@ def _table(title: str, rows: Sequence[Document]) -> PageTable:
 
 def _rows(row: Document) -> list[tuple[Cell, ...]]:
     """A row for each reason, the step in the first."""
-    first, *others = row.get("reasons") or (_NO_RULE,)
+    first_reason, *others = row.get("reasons") or (_NO_RULE,)
     nbytes = size(row["bytes"]) if row["bytes"] is not None else ""
-    reason = Styled(first, "warn") if row["sound"] is False else first
-    return [(_name(row), nbytes, reason), *(("", "", each) for each in others)]
+    reason = Styled(first_reason, "warn") if row["sound"] is False else first_reason
+    return [(_name(row), nbytes, reason), *(("", "", reason_text) for reason_text in others)]
 
 
 def _verdict(document: Document) -> Verdict:

@@ -45,9 +45,9 @@ def grids(tensors: Sequence[Mapping[str, Any]], mesh: Mapping[str, int]) -> Iter
         parts = [(chunk["file"], Box(tuple(chunk["offset"]), tuple(chunk["shape"]))) for chunk in chunks]
         return Given(tensor["state"], DTYPES[tensor["dtype"]], tuple(tensor["shape"]), lambda: parts)
 
-    found = holdings(map(given, tensors), mesh, lambda path: coords.get(path) or None)
+    rank_holdings = holdings(map(given, tensors), mesh, lambda path: coords.get(path) or None)
     by_dims: dict[tuple[str, ...], list[Holder]] = {}
-    for holder in found.holders:
+    for holder in rank_holdings.holders:
         if holder.coords:
             by_dims.setdefault(tuple(sorted(holder.coords, key=_place)), []).append(holder)
     for dims, holders in by_dims.items():
@@ -67,13 +67,15 @@ def _grid(dims: Sequence[str], holders: Sequence[Holder]) -> Ranks:
     rows: dict[tuple[int, ...], dict[int, tuple[str, ...]]] = {}
     for holder in holders:
         tensors = sum(number for number, _ in holder.states.values())
-        at = tuple(holder.coords[dim] for dim in down)
-        rows.setdefault(at, {})[holder.coords[across]] = (size(holder.nbytes), plural(tensors, "tensor"))
-    names = {at: rank_name(dict(zip(down, at, strict=True))) for at in sorted(rows)}
-    every = [((names[at],), tuple(rows[at].get(column) for column in columns)) for at in sorted(rows)]
-    shown = " x ".join(f"{dim} {degrees[dim]}" for dim in sorted(dims, key=_find_dim_order) if degrees[dim] > 1)
-    title = f"what each rank holds ({shown or rank_name(holders[0].coords)})"
-    return Ranks(title, tuple(f"{across} {column}" for column in columns), tuple(_fold_rows(every)))
+        position = tuple(holder.coords[dim] for dim in down)
+        rows.setdefault(position, {})[holder.coords[across]] = (size(holder.nbytes), plural(tensors, "tensor"))
+    names = {position: rank_name(dict(zip(down, position, strict=True))) for position in sorted(rows)}
+    all_rows = [
+        ((names[position],), tuple(rows[position].get(column) for column in columns)) for position in sorted(rows)
+    ]
+    mesh_text = " x ".join(f"{dim} {degrees[dim]}" for dim in sorted(dims, key=_find_dim_order) if degrees[dim] > 1)
+    title = f"what each rank holds ({mesh_text or rank_name(holders[0].coords)})"
+    return Ranks(title, tuple(f"{across} {column}" for column in columns), tuple(_fold_rows(all_rows)))
 
 
 def _find_dim_order(dim: str) -> int:
@@ -89,10 +91,10 @@ def _fold_rows(rows: Sequence[Row]) -> Iterator[Row]:
     if len(rows) <= ROWS:
         yield from rows
         return
-    at = 0
-    while at < len(rows):
-        end = at
-        while end + 1 < len(rows) and rows[end + 1][1] == rows[at][1]:
+    begin = 0
+    while begin < len(rows):
+        end = begin
+        while end + 1 < len(rows) and rows[end + 1][1] == rows[begin][1]:
             end += 1
-        yield ((rows[at][0] + (f"to {rows[end][0][0]}",)) if end > at else rows[at][0]), rows[at][1]
-        at = end + 1
+        yield ((rows[begin][0] + (f"to {rows[end][0][0]}",)) if end > begin else rows[begin][0]), rows[begin][1]
+        begin = end + 1

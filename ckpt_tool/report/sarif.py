@@ -48,12 +48,12 @@ def _result(finding: Document, rule: int, path: str) -> dict[str, Any]:
     place: dict[str, Any] = {"physicalLocation": region}
     if finding["tensor"]:
         place["logicalLocations"] = [{"fullyQualifiedName": finding["tensor"], "kind": "tensor"}]
-    seen = [f"{each['name']}: {each['url']}" for each in finding["seen"]]
+    reports = [f"{report['name']}: {report['url']}" for report in finding["seen"]]
     return {
         "ruleId": finding["code"],
         "ruleIndex": rule,
         "level": _LEVELS[finding["severity"]],
-        "message": {"text": "; ".join([finding["message"], *seen])},
+        "message": {"text": "; ".join([finding["message"], *reports])},
         "locations": [place],
         "partialFingerprints": {"ckptFinding/v1": f"{finding['code']} {finding['tensor'] or ''} {finding['message']}"},
     }

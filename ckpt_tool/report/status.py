@@ -31,14 +31,14 @@ def status(document: Mapping[str, Any]) -> Page:
 def _row(part: Mapping[str, Any]) -> tuple[Cell, ...]:
     number = part["part"]
     speed = part["bytes_per_s"]
-    left = part["seconds_left"]
+    seconds_left = part["seconds_left"]
     return (
         f"{number[0]}/{number[1]}" if number else "a worker" if part.get("worker") else "the whole",
         Styled(part["state"], _STYLES.get(part["state"], "plain")),
         size(part["bytes"]),
         size(part["of_bytes"]),
         f"{size(speed)}/s" if speed else "",
-        duration(left) if left is not None else "",
+        duration(seconds_left) if seconds_left is not None else "",
         part["process"],
     )
 

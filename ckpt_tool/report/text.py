@@ -102,12 +102,12 @@ def duration(seconds: float) -> str:
     """`0.8 s`, `12 s`, `3 min 05 s`, `2 h 07 min`."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    rounded = round(seconds)
+    if rounded < 60:
+        return f"{rounded} s"
+    if rounded < 3600:
+        return f"{rounded // 60} min {rounded % 60:02d} s"
+    return f"{rounded // 3600} h {rounded % 3600 // 60:02d} min"
 
 
 def plural(number: int, noun: str) -> str:
@@ -130,13 +130,13 @@ def shape(extents: Iterable[int]) -> str:
 def ranges(numbers: Iterable[int], *, most: int = 4) -> str:
     """Ascending numbers as ranges: `0-2,5`. Regular gaps of two runs and more read `0-30 step 2`; `most` runs are
     named."""
-    found = sorted(set(numbers))
-    if len(found) > 2:
-        step = found[1] - found[0]
-        if step > 1 and all(b - a == step for a, b in zip(found, found[1:], strict=False)):
-            return f"{found[0]}-{found[-1]} step {step}"
+    ordered = sorted(set(numbers))
+    if len(ordered) > 2:
+        step = ordered[1] - ordered[0]
+        if step > 1 and all(b - a == step for a, b in zip(ordered, ordered[1:], strict=False)):
+            return f"{ordered[0]}-{ordered[-1]} step {step}"
     runs: list[list[int]] = []
-    for number in found:
+    for number in ordered:
         if runs and number == runs[-1][1] + 1:
             runs[-1][1] = number
         else:

@@ -70,20 +70,20 @@ class FoldedTree:
                 self._unfold_to(node.children, depth)
 
     def _unfold_within(self, top: list[_Node], most: int) -> None:
-        seen: dict[int, str] = {}
+        line_of: dict[int, str] = {}
         total = len(top)
         queue = deque(top)  # level by level, each in the order of its tree
         while queue:
             node = queue.popleft()
             if not self._subtrees[node.number].items:
                 continue
-            if node.number in seen:
-                node.line = node.line._replace(twin=_relative(seen[node.number], node.path))
+            if node.number in line_of:
+                node.line = node.line._replace(twin=_relative(line_of[node.number], node.path))
                 continue
             below = self._below(node)
             if total + len(below) > most:
                 continue
-            seen[node.number] = node.path
+            line_of[node.number] = node.path
             node.children = below
             total += len(below)
             queue.extend(below)
@@ -106,8 +106,8 @@ class FoldedTree:
             if subtree.leaf < 0 and all(inner.numeric for inner in subtree.items):
                 nodes += self._children(child, f"{label}.", path, level, times)
                 continue
-            what = self._whats[subtree.leaf] if subtree.leaf >= 0 and not subtree.items else None
-            line = Line(level, label, times, times * subtree.tensors, times * subtree.nbytes, what)
+            facts = self._whats[subtree.leaf] if subtree.leaf >= 0 and not subtree.items else None
+            line = Line(level, label, times, times * subtree.tensors, times * subtree.nbytes, facts)
             nodes.append(_Node(line, child, path + label))
         return nodes
 
@@ -117,8 +117,10 @@ class FoldedTree:
         copies = node.line.copies
         inner = self._children(node.number, "", f"{node.path}.", level, copies)
         if subtree.leaf >= 0 and inner:  # `a` and `a.b` are both tensors
-            own = Line(level, "(itself)", copies, copies, copies * self._sizes[subtree.leaf], self._whats[subtree.leaf])
-            inner.insert(0, _Node(own, self._bare(), node.path))
+            itself = Line(
+                level, "(itself)", copies, copies, copies * self._sizes[subtree.leaf], self._whats[subtree.leaf]
+            )
+            inner.insert(0, _Node(itself, self._bare(), node.path))
         return inner
 
     def _bare(self) -> int:
@@ -132,9 +134,9 @@ def _folding(tensors: Iterable[tuple[str, Hashable, int]]) -> Folding:
     folding = Folding()
     names: list[bytes] = []
     leaves: list[int] = []
-    for name, what, nbytes in tensors:
+    for name, facts, nbytes in tensors:
         names.append(name.encode("utf-8", "surrogatepass"))
-        leaves.append(folding.leaf(what, nbytes))
+        leaves.append(folding.leaf(facts, nbytes))
     folding.add(names, leaves)
     return folding
 
@@ -162,15 +164,15 @@ class _Node:
 
 def _relative(path: str, of: str) -> str:
     """`path` without the leading segments that `of` has too: `a.b.c` of `a.d` is `b.c`. Its last one always stays."""
-    *parents, last = path.split(".")
+    *parents, leaf = path.split(".")
     shared = 0
-    for mine, other in zip(parents, of.split("."), strict=False):
-        if mine != other:
+    for own_word, other_word in zip(parents, of.split("."), strict=False):
+        if own_word != other_word:
             break
         shared += 1
-    if shared and [*parents, last][shared][:1] in "[0123456789":
+    if shared and [*parents, leaf][shared][:1] in "[0123456789":
         shared -= 1  # a number says little without the name before it: layers.[0-2]
-    return ".".join([*parents[shared:], last])
+    return ".".join([*parents[shared:], leaf])
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -301,10 +303,10 @@ class Folding:
         self._group_rows = [0] * len(self._groups)
         for index in sorted(range(len(self._groups)), key=lambda i: -self._groups[i].depth):
             group = self._groups[index]
-            found: dict[int, list[int]] = {}
+            numbers_of: dict[int, list[int]] = {}
             for number, block in group.members:
-                found.setdefault(self._subtree_of(block), []).append(number)
-            numbered = tuple(sorted((subtree, tuple(sorted(numbers))) for subtree, numbers in found.items()))
+                numbers_of.setdefault(self._subtree_of(block), []).append(number)
+            numbered = tuple(sorted((subtree, tuple(sorted(numbers))) for subtree, numbers in numbers_of.items()))
             self._group_rows[index] = self._row_numbers[_Row(group.path, -1, numbered)]
         return self._subtree_of(self._root)
 
@@ -332,9 +334,9 @@ class Folding:
 
     def _block(self, head: bytes) -> list[int]:
         """A new head's block, known to its group."""
-        at = head.rfind(b".") + 1
+        tail_begin = head.rfind(b".") + 1
         block: list[int] = []
-        self._by_prefix[head[:at]].members.append((int(head[at:]), block))
+        self._by_prefix[head[:tail_begin]].members.append((int(head[tail_begin:]), block))
         return block
 
     def _group(self, prefix: bytes) -> _NumberGroup:
@@ -355,20 +357,20 @@ class Folding:
         if min(block, default=0) < 0:
             block = [tail if tail >= 0 else self._group_rows[-1 - tail] for tail in block]
         key = tuple(sorted(block))
-        known = self._by_block.get(key)
-        if known is None:
+        number = self._by_block.get(key)
+        if number is None:
             node: dict[Any, Any] = {}
             for tail in block:
                 row = self._rows[tail]
-                at = node
+                current = node
                 for segment in row.path:
-                    at = at.setdefault(segment, {})
+                    current = current.setdefault(segment, {})
                 if row.leaf >= 0:
-                    at[_LEAF] = row.leaf
+                    current[_LEAF] = row.leaf
                 else:
-                    at[_NUMBERED] = row.numbered
-            known = self._by_block[key] = self._number(node)
-        return known
+                    current[_NUMBERED] = row.numbered
+            number = self._by_block[key] = self._number(node)
+        return number
 
     def _number(self, node: dict[Any, Any]) -> int:
         """The number of the node's subtree; equal subtrees have equal numbers. Depth is at most SEGMENTS + 1."""
@@ -376,11 +378,11 @@ class Folding:
         numbered = node.pop(_NUMBERED, ())
         named = [(segment, self._number(child)) for segment, child in node.items()]
         key = (leaf, frozenset(named), numbered)
-        known = self._numbers.get(key)
-        if known is None:
-            known = self._numbers[key] = len(self.subtrees)
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self.subtrees)
             self.subtrees.append(self._subtree(leaf, named, numbered))
-        return known
+        return number
 
     def _subtree(
         self, leaf: int, named: list[tuple[str, int]], numbered: tuple[tuple[int, tuple[int, ...]], ...]
@@ -402,8 +404,8 @@ def _cut(name: bytes) -> int:
     """Where the head of a name ends: behind its last segment that is a number; 0 where it has none."""
     if name.count(b".") > SEGMENTS:
         name = b".".join(name.split(b".", SEGMENTS)[:SEGMENTS])
-    found = _HEAD.match(name)
-    return found.end() if found else 0
+    match = _HEAD.match(name)
+    return match.end() if match else 0
 
 
 def _segments(text: bytes) -> tuple[str, ...]:

@@ -36,10 +36,10 @@ def validation(document: Document, *, everything: bool = False) -> Page:
     blocks: list[Block] = []
     if len(cases) > 1:
         blocks.append(_pairs(cases))
-        shown = [c for i, c in enumerate(cases) if everything or not c["ok"] or i == 0]
+        listed_cases = [c for i, c in enumerate(cases) if everything or not c["ok"] or i == 0]
     else:
-        shown = list(cases)
-    for case in shown:
+        listed_cases = list(cases)
+    for case in listed_cases:
         blocks += _case(case)
     failed = sum(not case["ok"] for case in cases)
     ran = f"{plural(len(cases), 'pair')} of layouts in {duration(document['elapsed_s'])}"
@@ -175,7 +175,7 @@ def _controls(case: Document) -> PageTable:
             row["what"],
             f"{row['loss_first']:.1e}" if row["loss_first"] else "0",
             f"{row['loss_max']:.1e}" if row["loss_max"] else "0",
-            ", ".join(name for name, seen in row["seen_by"].items() if seen) or "nothing",
+            ", ".join(name for name, is_seen in row["seen_by"].items() if is_seen) or "nothing",
             _good(row["ok"]),
         )
         for row in case["controls"]

@@ -49,12 +49,12 @@ def after(document: Document, *, everything: bool = False, shown: bool = False) 
         return Page("ckpt plan", (*blocks, Verdict(None, _describe_unmoved(document))))
     lossy = document.get("overflows") or {}
     texts = [f"{name}: {plural(int(number), 'value')}" for name, number in lossy.items()]
-    lost = (
+    lost_text = (
         [_list_lines("beyond the range of the dtype they were cast to", texts, "tensor", everything, style=True)]
         if lossy
         else []
     )
-    return Page("ckpt", (*blocks, *_errors(document, everything=everything), *lost, _done(document)))
+    return Page("ckpt", (*blocks, *_errors(document, everything=everything), *lost_text, _done(document)))
 
 
 def _errors(document: Document, *, everything: bool) -> list[Block]:
@@ -162,7 +162,7 @@ def warnings_of(document: Document, *, everything: bool) -> list[Block]:
         blocks.append(_list_lines("made again", others, "entry", everything))
     stays = (document.get("quantized") or {}).get("stays") or {}
     if stays:
-        texts = [f"{plural(int(number), 'tensor')}: {why}" for why, number in stays.items()]
+        texts = [f"{plural(int(number), 'tensor')}: {reason}" for reason, number in stays.items()]
         blocks.append(_list_lines("not quantised", texts, "reason", everything))
     if document.get("notes"):
         blocks.append(Lines("notes", tuple(note_text(note) for note in document["notes"])))
@@ -196,8 +196,8 @@ def fallback_text(fallback: Document) -> str:
 
 def cut_text(reason: str, used: str) -> str:
     """How a dim is cut that could not be cut as requested. reason: of a `core.fallback.Choice`."""
-    how = {"padded": f"cut by {used}, padded with zeros", "uneven": f"cut by {used} into uneven parts"}
-    return how.get(reason, f"cut by {used}" if used else "replicated")
+    texts = {"padded": f"cut by {used}, padded with zeros", "uneven": f"cut by {used} into uneven parts"}
+    return texts.get(reason, f"cut by {used}" if used else "replicated")
 
 
 def _describe_removed(document: Document, removed: Sequence[Document], *, everything: bool) -> Block:
@@ -230,17 +230,19 @@ def _done(document: Document) -> Verdict:
     seconds = float(document["elapsed_s"])
     nbytes = plan.get("bytes_written", 0)
     if document.get("committed") is False:
-        part, of = document.get("part") or (1, 1)
+        part, part_count = document.get("part") or (1, 1)
         others = (
             f"{state}: {ranges(numbers)}" for state, numbers in document.get("parts", {}).items() if state != "done"
         )
-        left = f" ({'; '.join(others)})" if document.get("parts") else ""
-        return Verdict(None, f"part {part} of {of} is done; the output appears when the last part is{left}")
+        left_text = f" ({'; '.join(others)})" if document.get("parts") else ""
+        return Verdict(
+            None, f"part {part} of {part_count} is done; the output appears when the last part is{left_text}"
+        )
     if document.get("already_committed"):
         return Verdict(True, f"{target['path']} is already committed, by others that ran this plan")
-    where = f" to {target['path']}" if target.get("path") else ""
+    destination = f" to {target['path']}" if target.get("path") else ""
     files = f" in {plural(int(plan['files']), 'file')}" if plan.get("files") else ""
     speed = f" ({size(nbytes / seconds)}/s)" if seconds >= 0.1 and nbytes >= 10**6 else ""
     checked = "; digests checked" if document.get("digest_checked") else ""
     sealed = "".join(f"; {word}" for word in ("signed", "attested") if document.get(_SEALS[word]))
-    return Verdict(True, f"wrote {size(nbytes)}{files}{where} in {duration(seconds)}{speed}{checked}{sealed}")
+    return Verdict(True, f"wrote {size(nbytes)}{files}{destination} in {duration(seconds)}{speed}{checked}{sealed}")

@@ -140,7 +140,7 @@ def test_a_wrong_fusion_would_be_seen(tmp_path: Path, monkeypatch: pytest.Monkey
         tensor = megatron_model.join_module(module, state, whole)
         return tensor.roll(tensor.shape[0] // 2, 0) if (module.kind, state) == ("gated", "ema") else tensor
 
-    monkeypatch.setattr(megatron_dist, "joined", swapped)
+    monkeypatch.setattr(megatron_dist, "join_module", swapped)
     path = write("megatron-dist", {"tp": 2}, tmp_path / "a")
     with pytest.raises(AssertionError, match=r"'ema', 'model.layers.0.mlp.gate_proj.weight'"):
         _is_the_truth(path, tmp_path / "hub", SPEC)

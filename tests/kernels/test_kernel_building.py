@@ -149,7 +149,7 @@ def test_no_compiler_and_one_that_fails(home: Path, monkeypatch: pytest.MonkeyPa
 def test_two_processes_build_it_once(tmp_path: Path, quick_compiler: Path) -> None:
     """Both want the shim at the same time: one builds, the other waits and finds it; both load it."""
     program = (
-        "from ckpt_tool.device import build, library\nb = build.built('host')\n"
+        "from ckpt_tool.device import build, library\nb = build.ensure_built('host')\n"
         "library.Library(b.path, b.through).devices()\nprint(b.seconds > 0)"
     )
     environment = {**os.environ, "CKPT_CACHE": str(tmp_path)}

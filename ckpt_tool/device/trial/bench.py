@@ -47,9 +47,9 @@ class Timer:
         self.events: list[tuple[c_void_p, c_void_p]] = []
 
     def _event(self) -> c_void_p:
-        out = c_void_p()
-        self.device.library.call("event_create", byref(out))
-        return out
+        handle = c_void_p()
+        self.device.library.call("event_create", byref(handle))
+        return handle
 
     def milliseconds(self, call: Callable[[int], None], repeats: int) -> float:
         """The median time of `call`, given 0, 1, 2, ... for the slot."""
@@ -87,15 +87,15 @@ class Measured:
         self.copies.setdefault(key, []).append(plain)
 
     def rows(self) -> list[BenchRow]:
-        found = []
+        rows = []
         for key, times in self.times.items():
-            boxes, moved = self.sizes[key]
-            speeds = [moved / time / 1e6 for time in times]
+            boxes, payload = self.sizes[key]
+            speeds = [payload / time / 1e6 for time in times]
             share = sum(speed / plain for speed, plain in zip(speeds, self.copies[key], strict=True)) / len(speeds)
             mean = sum(times) / len(times)
             spread = (max(times) - min(times)) / mean
-            found.append(BenchRow(*key, boxes, moved, mean, sum(speeds) / len(speeds), share, spread))
-        return found
+            rows.append(BenchRow(*key, boxes, payload, mean, sum(speeds) / len(speeds), share, spread))
+        return rows
 
 
 @contextmanager
@@ -110,8 +110,8 @@ def lay_out(device: Device, arena: Arena, kind: str) -> None:
     """Fill the source with values of a kind, the target with 0xA5."""
     seed = values(kind, min(SEED_BYTES, arena.nbytes) // 16 * 16)
     device.write(arena.source, seed)
-    for at in range(seed.nbytes, arena.nbytes, seed.nbytes):
-        device.library.call("move", arena.source + at, arena.source, min(seed.nbytes, arena.nbytes - at), 0)
+    for offset in range(seed.nbytes, arena.nbytes, seed.nbytes):
+        device.library.call("move", arena.source + offset, arena.source, min(seed.nbytes, arena.nbytes - offset), 0)
     device.fill(arena.target, 0xA5, arena.nbytes)
     device.sync()
 
@@ -141,12 +141,12 @@ def measure_kernels(
     watch: is given each work before it begins."""
     works = [work for work in WORKS.values() if not only or work.kernel in only]
     timer = Timer(device)
-    found = Measured()
+    measured = Measured()
     with arena_on(device, payload, slots) as arena:
         for _ in range(PASSES):
-            run_pass(device, arena, timer, found, works, repeats, knobs or Knobs(), watch)
+            run_pass(device, arena, timer, measured, works, repeats, knobs or Knobs(), watch)
     timer.close()
-    return found.rows()
+    return measured.rows()
 
 
 def run_pass(
@@ -172,10 +172,10 @@ def run_pass(
         if work.values != laid:
             lay_out(device, arena, work.values)
             laid = work.values
-        made = work.prepare(device, arena, knobs)
+        call = work.prepare(device, arena, knobs)
         try:
-            time = timer.milliseconds(made.call, repeats)
+            time = timer.milliseconds(call.call, repeats)
         finally:
             device.sync()
-            made.close()
-        found.add(work.kernel, work.name, "ckpt", (made.boxes, made.moved), time, plain)
+            call.close()
+        found.add(work.kernel, work.name, "ckpt", (call.boxes, call.moved), time, plain)

@@ -57,8 +57,8 @@ class Outcome(NamedTuple):
 
 def trials(device: Device, *, cases: int, seed: int, only: Iterable[str] = ()) -> list[Outcome]:
     """Run the trials of all kernels, or of those in `only`. A call that fails is a finding, not an error."""
-    wanted = set(only) or set(TRIALS)
-    return [_outcome(device, name, cases, seed) for name in TRIALS if name in wanted]
+    names = set(only) or set(TRIALS)
+    return [_outcome(device, name, cases, seed) for name in TRIALS if name in names]
 
 
 def _outcome(device: Device, name: str, cases: int, seed: int) -> Outcome:
@@ -70,11 +70,11 @@ def _outcome(device: Device, name: str, cases: int, seed: int) -> Outcome:
         rng = np.random.default_rng([seed, case, *name.encode()])
         done += 1
         try:
-            moved, wrong = TRIALS[name](device, rng)
+            moved_bytes, wrong = TRIALS[name](device, rng)
         except StorageError as e:  # the device is lost with the first: nothing after it says anything
             findings.append(f"case {case} of seed {seed}: {e.message}")
             break
-        nbytes += moved
+        nbytes += moved_bytes
         if wrong:
             findings.append(f"case {case} of seed {seed}: {wrong}")
         if len(findings) >= MOST_FINDINGS:
@@ -121,11 +121,11 @@ def random_boxes(rng: np.random.Generator, most: int = 12) -> tuple[list[Strided
         extents = tuple(int(n) for n in rng.integers(1, 7 if run < 5000 else 3, int(rng.integers(0, 4))))
         read = side(rng, extents, run, grain)
         written = side(rng, extents, run, grain)
-        at = int(rng.integers(0, max(1, source_end))) // grain * grain
+        begin = int(rng.integers(0, max(1, source_end))) // grain * grain
         to = target_end + int(rng.integers(0, 64)) // grain * grain
         to += -to % grain
-        boxes.append(Strided(at, to, extents, read.strides, written.strides, run))
-        source_end = max(source_end, at + read.span)
+        boxes.append(Strided(begin, to, extents, read.strides, written.strides, run))
+        source_end = max(source_end, begin + read.span)
         target_end = to + written.span
     order = rng.permutation(len(boxes))
     return [boxes[i] for i in order], source_end, target_end + 64
@@ -133,13 +133,13 @@ def random_boxes(rng: np.random.Generator, most: int = 12) -> tuple[list[Strided
 
 def moved(boxes: Iterable[Strided], source: Bytes, target: Bytes) -> Bytes:
     """The target after all boxes, by NumPy: target[box] = source[box]."""
-    out = target.copy()
+    result = target.copy()
     for box in boxes:
         if box.run * prod(box.extents):
             np.copyto(
-                _view(out, box.target, box.target_strides, box), _view(source, box.source, box.source_strides, box)
+                _view(result, box.target, box.target_strides, box), _view(source, box.source, box.source_strides, box)
             )
-    return out
+    return result
 
 
 def _view(memory: Bytes, offset: int, strides: tuple[int, ...], box: Strided) -> Bytes:
@@ -151,10 +151,10 @@ def difference(found: Bytes, wanted: Bytes) -> str:
     wrong = np.flatnonzero(found != wanted)
     if not len(wrong):
         return ""
-    first = int(wrong[0])
+    first_wrong = int(wrong[0])
     return (
-        f"{len(wrong)} of {len(wanted)} bytes are wrong, the first at {first}: "
-        f"0x{int(found[first]):02x}, want 0x{int(wanted[first]):02x}"
+        f"{len(wrong)} of {len(wanted)} bytes are wrong, the first at {first_wrong}: "
+        f"0x{int(found[first_wrong]):02x}, want 0x{int(wanted[first_wrong]):02x}"
     )
 
 
@@ -164,11 +164,13 @@ def box_copy(device: Device, rng: np.random.Generator) -> tuple[int, str]:
     source = rng.integers(0, 256, source_bytes, np.uint8)
     poison = np.full(target_bytes, POISON, np.uint8)
     with device.upload(source) as read, device.upload(poison) as written:
-        there = [box._replace(source=box.source + read.address, target=box.target + written.address) for box in boxes]
-        packed = pack(there)
+        device_boxes = [
+            box._replace(source=box.source + read.address, target=box.target + written.address) for box in boxes
+        ]
+        packed = pack(device_boxes)
         kernels.box_copy(device, packed, blocks=int(rng.choice((0, 1, 3))))
-        found = device.download(written.address, target_bytes)
-    return packed.nbytes, difference(found, moved(boxes, source, poison))
+        result = device.download(written.address, target_bytes)
+    return packed.nbytes, difference(result, moved(boxes, source, poison))
 
 
 def box_transpose(device: Device, rng: np.random.Generator) -> tuple[int, str]:
@@ -184,18 +186,20 @@ def box_transpose(device: Device, rng: np.random.Generator) -> tuple[int, str]:
         s1, t2 = (ceil_div(n * item + int(rng.integers(0, 3)) * item, grid) * grid for n in (columns, rows))
         s0 = rows * s1 + int(rng.integers(0, 2)) * grid
         t0 = columns * t2 + int(rng.integers(0, 2)) * grid
-        at, to = (ceil_div(end + int(rng.integers(0, 9)), grid) * grid for end in (source_end, target_end))
-        boxes.append(Turned(at, to, item, (batch, rows, columns), (s0, s1), (t0, t2)))
-        source_end = at + batch * s0
+        source_begin, to = (ceil_div(end + int(rng.integers(0, 9)), grid) * grid for end in (source_end, target_end))
+        boxes.append(Turned(source_begin, to, item, (batch, rows, columns), (s0, s1), (t0, t2)))
+        source_end = source_begin + batch * s0
         target_end = to + batch * t0
     source = rng.integers(0, 256, source_end, np.uint8)
     poison = np.full(target_end + 64, POISON, np.uint8)
     with device.upload(source) as read, device.upload(poison) as written:
-        there = [box._replace(source=box.source + read.address, target=box.target + written.address) for box in boxes]
-        packed = pack_turned(there)
+        device_boxes = [
+            box._replace(source=box.source + read.address, target=box.target + written.address) for box in boxes
+        ]
+        packed = pack_turned(device_boxes)
         kernels.box_transpose(device, packed, blocks=int(rng.choice((0, 1, 3))))
-        found = device.download(written.address, len(poison))
-    return packed.nbytes, difference(found, moved([as_strided(box) for box in boxes], source, poison))
+        result = device.download(written.address, len(poison))
+    return packed.nbytes, difference(result, moved([as_strided(box) for box in boxes], source, poison))
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -218,11 +222,11 @@ def box_cast(device: Device, rng: np.random.Generator) -> tuple[int, str]:
     poison = np.full((numel + behind) * item + 64, POISON, np.uint8)
     with device.upload(values) as read, device.upload(poison) as written:
         boxes = line(read.address + before * step, written.address + behind * item, numel)
-        lost = kernels.box_cast(device, pack_casts(boxes, source, target))[0]
-        found = device.download(written.address, len(poison))
-    made, beyond = compute.cast(values[before * step :].data, source, target)
-    poison[behind * item : (behind + numel) * item] = made
-    wrong = difference(found, poison) or (f"{lost} values lost, want {beyond}" if lost != beyond else "")
+        lost_count = kernels.box_cast(device, pack_casts(boxes, source, target))[0]
+        result = device.download(written.address, len(poison))
+    expected, beyond = compute.cast(values[before * step :].data, source, target)
+    poison[behind * item : (behind + numel) * item] = expected
+    wrong = difference(result, poison) or (f"{lost_count} values lost, want {beyond}" if lost_count != beyond else "")
     return numel * (step + item), f"{source.name} to {target.name}: {wrong}" if wrong else ""
 
 
@@ -243,30 +247,30 @@ def box_dequantise(device: Device, rng: np.random.Generator) -> tuple[int, str]:
     rows = int(rng.integers(1, 300))
     columns = int(rng.integers(1, 10)) * 32 + (int(rng.integers(0, 32)) if codes.bits == 8 else 0)
     top = int(rng.integers(0, rows))
-    left = int(rng.integers(0, columns // 32)) * 32
-    shape = (1, rows - top, columns - left)
+    first_column = int(rng.integers(0, columns // 32)) * 32
+    shape = (1, rows - top, columns - first_column)
     item = target.bits // 8
     powers = rng.integers(100, 140, (ceil_div(rows, high), ceil_div(columns, wide)), np.uint8)
     stored = _codes(rng, codes, rows * columns)
     numel = shape[1] * shape[2]
     with device.upload(stored) as read, device.upload(powers) as scaled, device.alloc(numel * item) as written:
         device.fill(written.address, POISON, numel * item)
-        first = powers.shape[1] * (top // high) + left // wide
-        scales = CastScales(scaled.address + first, DTYPES["F8_E8M0"], (high, wide), (0, powers.shape[1]))
+        first_scale = powers.shape[1] * (top // high) + first_column // wide
+        scales = CastScales(scaled.address + first_scale, DTYPES["F8_E8M0"], (high, wide), (0, powers.shape[1]))
         halves = 2 if codes.bits == 4 else 1
-        begin = read.address * halves + top * columns + left
+        begin = read.address * halves + top * columns + first_column
         box = CodeBox(
-            begin, written.address, shape, (0, columns), (0, shape[2] * item), scales, top % high, left % wide
+            begin, written.address, shape, (0, columns), (0, shape[2] * item), scales, top % high, first_column % wide
         )
         kernels.box_dequantise(device, pack_codes([box], codes, target))
-        found = device.download(written.address, numel * item)
+        result = device.download(written.address, numel * item)
     grown = np.repeat(np.repeat(np.ldexp(np.float32(1), powers.astype(np.int32) - 127), high, 0), wide, 1)[
         :rows, :columns
     ]
-    floats = (_decode(stored, codes).reshape(rows, columns) * grown)[top:, left:].astype(np.float32)
+    floats = (_decode(stored, codes).reshape(rows, columns) * grown)[top:, first_column:].astype(np.float32)
     raw = np.ascontiguousarray(floats).reshape(-1).view(np.uint8)
-    wanted = raw if target.name == "F32" else np.asarray(compute.cast(raw.data, DTYPES["F32"], target)[0])
-    return len(stored) + numel * item, difference(found, wanted)
+    expected = raw if target.name == "F32" else np.asarray(compute.cast(raw.data, DTYPES["F32"], target)[0])
+    return len(stored) + numel * item, difference(result, expected)
 
 
 def _codes(rng: np.random.Generator, codes: DType, numel: int) -> Bytes:
@@ -294,18 +298,18 @@ def box_quantise(device: Device, rng: np.random.Generator) -> tuple[int, str]:
     values *= np.float32(10.0) ** rng.integers(-4, 4, (matrices, rows, 1))
     values[rng.random(values.shape) < 0.1] = -0.0
     values[:, : int(rng.integers(0, rows))] *= bool(rng.integers(0, 4))  # now and then zeros
-    given = np.frombuffer(compute.cast(values.reshape(-1).view(np.uint8).data, DTYPES["F32"], source)[0], np.uint8)
+    floats = np.frombuffer(compute.cast(values.reshape(-1).view(np.uint8).data, DTYPES["F32"], source)[0], np.uint8)
     item = source.bits // 8
     gap = int(rng.choice((0, 1, 16))) * source.bits // 8
     pitch = columns * item + gap
     stored = np.zeros((matrices, rows, pitch), np.uint8)
-    stored[..., : columns * item] = given.reshape(matrices, rows, -1)
-    wanted = quantise_by_cpu(given.view(compute.numpy_type(source)), (matrices, rows, columns), source, scheme)
-    across, down = wanted.scales.shape[-2:][::-1]
-    size = wanted.scales.itemsize
+    stored[..., : columns * item] = floats.reshape(matrices, rows, -1)
+    expected = quantise_by_cpu(floats.view(compute.numpy_type(source)), (matrices, rows, columns), source, scheme)
+    across, down = expected.scales.shape[-2:][::-1]
+    size = expected.scales.itemsize
     step = columns * scheme.bits // 8
-    poison = np.full(wanted.codes.nbytes + 64, POISON, np.uint8)
-    around = np.full(wanted.scales.nbytes + 64, POISON, np.uint8)
+    poison = np.full(expected.codes.nbytes + 64, POISON, np.uint8)
+    around = np.full(expected.scales.nbytes + 64, POISON, np.uint8)
     with device.upload(stored) as read, device.upload(poison) as coded, device.upload(around) as scaled:
         box = FloatBox(
             read.address,
@@ -315,13 +319,13 @@ def box_quantise(device: Device, rng: np.random.Generator) -> tuple[int, str]:
             (rows * step, step),
             scaled.address,
             (down * across * size, across * size),
-            wanted.whole,
+            expected.whole,
         )
         bad = kernels.box_quantise(device, pack_floats([box], source, scheme))
         codes, scales = (device.download(memory.address, memory.nbytes) for memory in (coded, scaled))
-    poison[: wanted.codes.nbytes] = wanted.codes
-    around[: wanted.scales.nbytes] = np.frombuffer(wanted.scales.tobytes(), np.uint8)
-    wrong = difference(codes, poison) or ((said := difference(scales, around)) and f"scales: {said}")
+    poison[: expected.codes.nbytes] = expected.codes
+    around[: expected.scales.nbytes] = np.frombuffer(expected.scales.tobytes(), np.uint8)
+    wrong = difference(codes, poison) or ((scale_fault := difference(scales, around)) and f"scales: {scale_fault}")
     wrong = wrong or (f"{bad[0]} blocks are not finite, want 0" if bad != [0] else "")
     about = f"{scheme.name} of {source.name} {matrices, rows, columns}"
     return stored.nbytes + codes.nbytes + scales.nbytes, f"{about}: {wrong}" if wrong else ""
@@ -341,27 +345,29 @@ def quantise_by_cpu(
     """The same by `quantised.nearest`, matrix by matrix and band by band."""
     (matrices, rows, columns), (high, _) = shape, scheme.block
     width = scheme.group(columns)
-    of = DTYPES[scheme.scales] if scheme.scales else source
-    whole = None
+    scale_dtype = DTYPES[scheme.scales] if scheme.scales else source
+    tensor_scale = None
     if scheme.name == "nvfp4":
         size = nearest.largest(nearest.Values(values, source), columns, columns, of_all=True)
-        whole = nearest.whole_of(size.reshape(1))
+        tensor_scale = nearest.whole_of(size.reshape(1))
     codes = []
     scales = []
     for matrix in values.reshape(matrices, rows * columns):
         for row in range(0, rows, high):
             band = nearest.Values(matrix[row * columns : min(row + high, rows) * columns], source)
-            made = nearest.scales_of(nearest.largest(band, columns, width, of_all=high > 1), scheme, of, whole)
-            divisors = nearest.divisors_of(made, of, "", whole)
-            scales.append(made.reshape(1, -1))
+            band_scales = nearest.scales_of(
+                nearest.largest(band, columns, width, of_all=high > 1), scheme, scale_dtype, tensor_scale
+            )
+            divisors = nearest.divisors_of(band_scales, scale_dtype, "", tensor_scale)
+            scales.append(band_scales.reshape(1, -1))
             with np.errstate(over="ignore"):  # in the error figures, which nobody asks for here
                 codes.append(np.empty(len(band.line), np.uint8))
                 nearest.codes_of(band, nearest.ValuePlace(columns, 0, width), divisors, scheme, codes[-1])
-    found = nearest.pack_codes(np.concatenate(codes), scheme)
+    packed = nearest.pack_codes(np.concatenate(codes), scheme)
     return QuantisedCheck(
-        found,
+        packed,
         np.concatenate(scales).reshape(matrices, ceil_div(rows, high), -1),
-        float(whole[0]) if whole is not None else 1.0,
+        float(tensor_scale[0]) if tensor_scale is not None else 1.0,
     )
 
 
@@ -372,17 +378,17 @@ def digest(device: Device, rng: np.random.Generator) -> tuple[int, str]:
         for _ in range(rng.integers(0, 5))
     ]
     memory = rng.integers(0, 256, sum(before + nbytes for before, nbytes in lines), np.uint8)
-    at = 0
+    position = 0
     placed = []
-    wanted = b""
+    expected = b""
     with device.upload(memory) as read:
         for before, nbytes in lines:
-            placed.append(DigestLine(read.address + at + before, nbytes))
-            held = memory[at + before : at + before + nbytes]
-            wanted += b"".join(xxhash.xxh3_128_digest(held[k : k + LEAF].tobytes()) for k in range(0, nbytes, LEAF))
-            at += before + nbytes
-        found = leaf_hashes(device, placed)
-    return len(memory), difference(np.frombuffer(found, np.uint8), np.frombuffer(wanted, np.uint8))
+            placed.append(DigestLine(read.address + position + before, nbytes))
+            line = memory[position + before : position + before + nbytes]
+            expected += b"".join(xxhash.xxh3_128_digest(line[k : k + LEAF].tobytes()) for k in range(0, nbytes, LEAF))
+            position += before + nbytes
+        result = leaf_hashes(device, placed)
+    return len(memory), difference(np.frombuffer(result, np.uint8), np.frombuffer(expected, np.uint8))
 
 
 def compare(device: Device, rng: np.random.Generator) -> tuple[int, str]:
@@ -393,16 +399,16 @@ def compare(device: Device, rng: np.random.Generator) -> tuple[int, str]:
     a = _values(rng, dtype, numel)
     b = a.copy()
     b[rng.integers(0, len(b), int(rng.choice((0, 1, 5))))] ^= np.uint8(1 << int(rng.integers(0, 8)))
-    with device.upload(a) as left, device.upload(b) as right:
-        box = Strided(left.address, right.address, (), (), (), numel * item)
-        found = comparisons.compare(device, [box], [dtype])[0]
+    with device.upload(a) as left_line, device.upload(b) as right:
+        box = Strided(left_line.address, right.address, (), (), (), numel * item)
+        result = comparisons.compare(device, [box], [dtype])[0]
     worst = Worst((numel,))
     if not np.array_equal(a, b):
         with np.errstate(invalid="ignore"):
             differ(worst, 0, a, b, dtype, dtype, 0.0, 0.0)
-    wanted = (worst.count, worst.first, worst.ulp, worst.gap)
-    got = (found.elements, found.first, found.ulp, found.max_abs)
-    return len(a) + len(b), "" if got == wanted else f"{dtype.name}: found {got}, want {wanted}"
+    expected = (worst.count, worst.first, worst.ulp, worst.gap)
+    got = (result.elements, result.first, result.ulp, result.max_abs)
+    return len(a) + len(b), "" if got == expected else f"{dtype.name}: found {got}, want {expected}"
 
 
 def adamw_ema(device: Device, rng: np.random.Generator) -> tuple[int, str]:
@@ -413,14 +419,14 @@ def adamw_ema(device: Device, rng: np.random.Generator) -> tuple[int, str]:
     v *= v
     state = np.concatenate([g, p, m, v, e])
     poison = np.full(2 * count + 64, POISON, np.uint8)
-    with device.upload(state) as held, device.upload(poison) as written:
-        first = held.address
+    with device.upload(state) as buffers, device.upload(poison) as written:
+        address = buffers.address
         step = 4 * count
         flat = adamw.Flat(
-            count, first, first + step, first + 2 * step, first + 3 * step, first + 4 * step, written.address
+            count, address, address + step, address + 2 * step, address + 3 * step, address + 4 * step, written.address
         )
         adamw.step(device, constants, flat)
-        found = device.download(held.address, state.nbytes)
+        result = device.download(buffers.address, state.nbytes)
         narrow = device.download(written.address, len(poison))
     k = {name: np.float32(value) for name, value in constants._asdict().items()}
     g = g * k["scale"]
@@ -429,22 +435,22 @@ def adamw_ema(device: Device, rng: np.random.Generator) -> tuple[int, str]:
     p = p * k["decay"] - (m / k["correction1"]) / (np.sqrt(v / k["correction2"]) + k["eps"]) * k["rate"]
     e = e * k["average"] + p * k["average_rest"]
     poison[: 2 * count] = compute.cast(p.view(np.uint8).data, DTYPES["F32"], DTYPES["BF16"])[0]
-    wanted = np.concatenate([state[:count], p, m, v, e]).view(np.uint8)
-    return state.nbytes, difference(found, wanted) or difference(narrow, poison)
+    expected = np.concatenate([state[:count], p, m, v, e]).view(np.uint8)
+    return state.nbytes, difference(result, expected) or difference(narrow, poison)
 
 
 def ema_swap(device: Device, rng: np.random.Generator) -> tuple[int, str]:
     """Two buffers exchanged, and the parameter made of what came in."""
     count = int(rng.choice((1, 3, 300, 5001)))
-    both = rng.standard_normal(2 * count, np.float32)
+    values = rng.standard_normal(2 * count, np.float32)
     poison = np.full(2 * count + 64, POISON, np.uint8)
-    with device.upload(both) as held, device.upload(poison) as written:
-        adamw.swap(device, count, held.address, held.address + 4 * count, parameter=written.address)
-        found = device.download(held.address, both.nbytes)
+    with device.upload(values) as buffer, device.upload(poison) as written:
+        adamw.swap(device, count, buffer.address, buffer.address + 4 * count, parameter=written.address)
+        result = device.download(buffer.address, values.nbytes)
         narrow = device.download(written.address, len(poison))
-    wanted = np.concatenate([both[count:], both[:count]])
-    poison[: 2 * count] = compute.cast(wanted[:count].view(np.uint8).data, DTYPES["F32"], DTYPES["BF16"])[0]
-    return both.nbytes, difference(found, wanted.view(np.uint8)) or difference(narrow, poison)
+    expected = np.concatenate([values[count:], values[:count]])
+    poison[: 2 * count] = compute.cast(expected[:count].view(np.uint8).data, DTYPES["F32"], DTYPES["BF16"])[0]
+    return values.nbytes, difference(result, expected.view(np.uint8)) or difference(narrow, poison)
 
 
 TRIALS: dict[str, Trial] = {

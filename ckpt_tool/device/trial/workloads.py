@@ -101,17 +101,17 @@ def _counting(
 ) -> Prepared:
     """A work of a kernel that counts. lists: by slot; kinds, tables: as `kernels` gives them to it. beside: what the
     boxes point to."""
-    counted, stored = device.upload(counts), [device.upload(each) for each in tables]
-    packed = [device.upload(each.packed) for each in lists]
+    counted, stored = device.upload(counts), [device.upload(buffer) for buffer in tables]
+    packed = [device.upload(buffer.packed) for buffer in lists]
 
     def call(slot: int) -> None:
         k = slot % len(lists)
-        addresses = [each.address for each in (*stored[k : k + 1], counted)]
+        addresses = [buffer.address for buffer in (*stored[k : k + 1], counted)]
         work = (packed[k].address, len(lists[k].packed), lists[k].tiles, *kinds, *addresses)
         device.library.call(kernel, *work, knobs.blocks, knobs.threads, 0)
 
-    held = (*([] if beside is None else [beside]), counted, *stored, *packed)
-    return Prepared(call, moved, len(lists[0].packed), held)
+    buffers = (*([] if beside is None else [beside]), counted, *stored, *packed)
+    return Prepared(call, moved, len(lists[0].packed), buffers)
 
 
 Lists = Callable[[int, int, int], Iterable[Strided]]  # source, target, payload
@@ -121,15 +121,15 @@ def _boxes(
     device: Device, arena: Arena, knobs: Knobs, kernel: str, lists: Sequence[PackedDescriptors], moved: int
 ) -> Prepared:
     """A kernel that takes a list and nothing else: one list a slot."""
-    held = tuple(device.upload(boxes.packed) for boxes in lists)
+    uploads = tuple(device.upload(boxes.packed) for boxes in lists)
 
     def call(slot: int) -> None:
         k = slot % arena.slots
         device.library.call(
-            kernel, held[k].address, len(lists[k].packed), lists[k].tiles, knobs.blocks, knobs.threads, 0
+            kernel, uploads[k].address, len(lists[k].packed), lists[k].tiles, knobs.blocks, knobs.threads, 0
         )
 
-    return Prepared(call, moved, len(lists[0].packed), held)
+    return Prepared(call, moved, len(lists[0].packed), uploads)
 
 
 def _copy(make: Lists) -> Callable[[Device, Arena, Knobs], Prepared]:
@@ -151,9 +151,14 @@ def pieces(nbytes: int, *, source_skew: int = 0, target_skew: int = 0) -> Lists:
         order = np.random.default_rng(1).permutation(count).tolist()
         return [
             Strided(
-                source + source_skew + at * nbytes, target + target_skew + k * nbytes, (), (), (), min(nbytes, payload)
+                source + source_skew + position * nbytes,
+                target + target_skew + k * nbytes,
+                (),
+                (),
+                (),
+                min(nbytes, payload),
             )
-            for k, at in enumerate(order)
+            for k, position in enumerate(order)
         ]
 
     return make
@@ -167,12 +172,12 @@ def columns(run: int, ways: int = 8, *, merge: bool = False, gap: int = 0) -> Li
     def make(source: int, target: int, payload: int) -> Iterable[Strided]:
         rows = max(1, (payload - PAD) // (ways * (run + gap)))
         for k in range(ways):
-            whole = k * run
+            row_begin = k * run
             part = k * rows * (run + gap)
             if merge:
-                yield Strided(source + part, target + whole, (rows,), (run + gap,), (ways * run,), run)
+                yield Strided(source + part, target + row_begin, (rows,), (run + gap,), (ways * run,), run)
             else:
-                yield Strided(source + whole, target + part, (rows,), (ways * run,), (run + gap,), run)
+                yield Strided(source + row_begin, target + part, (rows,), (ways * run,), (run + gap,), run)
 
     return make
 
@@ -190,8 +195,8 @@ def levels(run: int) -> Lists:
             for half in (0, 1):
                 strides = ((parts + 1) * rows * pitch, rows * pitch, pitch)
                 to = (parts * rows * run, rows * run, run)
-                first = target + k * block + half * groups * parts * rows * run
-                yield Strided(source + k * block + half * run, first, (groups, parts, rows), strides, to, run)
+                begin = target + k * block + half * groups * parts * rows * run
+                yield Strided(source + k * block + half * run, begin, (groups, parts, rows), strides, to, run)
 
     return make
 
@@ -219,27 +224,29 @@ def swaps(item: int, rows: int, columns_: int) -> Callable[[Device, Arena, Knobs
 
 def cast(source: str, target: str, pieces_of: int = 0) -> Callable[[Device, Arena, Knobs], Prepared]:
     """A line from one dtype to another, whole or in pieces of so many elements; the wider side is the payload."""
-    given = DTYPES[source]
-    wanted = DTYPES[target]
+    source_dtype = DTYPES[source]
+    target_dtype = DTYPES[target]
 
     def prepare(device: Device, arena: Arena, knobs: Knobs) -> Prepared:
-        count = arena.payload * 8 // max(given.bits, wanted.bits)
-        each = min(pieces_of or count, count)
+        count = arena.payload * 8 // max(source_dtype.bits, target_dtype.bits)
+        piece = min(pieces_of or count, count)
         slots = []
         for k in range(arena.slots):
             begin, to = arena.at(k)
             boxes = [
                 box
-                for at in range(0, count, each)
-                for box in line(begin + at * given.bits // 8, to + at * wanted.bits // 8, min(each, count - at))
+                for at in range(0, count, piece)
+                for box in line(
+                    begin + at * source_dtype.bits // 8, to + at * target_dtype.bits // 8, min(piece, count - at)
+                )
             ]
-            slots.append(pack_casts(boxes, given, wanted))
-        nbytes = count * (given.bits + wanted.bits) // 8
+            slots.append(pack_casts(boxes, source_dtype, target_dtype))
+        nbytes = count * (source_dtype.bits + target_dtype.bits) // 8
         counts = np.zeros(2, np.uint64)
         return _counting(
             device,
             "box_cast",
-            [made.boxes for made in slots],
+            [packed.boxes for packed in slots],
             (slots[0].source, slots[0].target),
             counts,
             nbytes,
@@ -264,7 +271,7 @@ def code_scales(rows: int, wide: int, block: tuple[int, int], scale: str) -> npt
 
 def codes(kind: str, block: tuple[int, int], scale: str) -> Callable[[Device, Arena, Knobs], Prepared]:
     """A matrix of codes with a scale a block as bfloat16; the bfloat16 are the payload."""
-    given = DTYPES[kind]
+    code_dtype = DTYPES[kind]
     scales = DTYPES[scale]
 
     def prepare(device: Device, arena: Arena, knobs: Knobs) -> Prepared:
@@ -273,23 +280,23 @@ def codes(kind: str, block: tuple[int, int], scale: str) -> Callable[[Device, Ar
         per_row = values.shape[1]
         beside = device.upload(values)
         about = CastScales(beside.address, scales, block, (0, per_row * scales.bits // 8))
-        pitch = wide if given.bits == 4 else wide * given.bits // 8  # F4 counts half bytes
+        pitch = wide if code_dtype.bits == 4 else wide * code_dtype.bits // 8  # F4 counts half bytes
         lists = []
         for k in range(arena.slots):
             source, target = arena.at(k)
-            first = 2 * source if given.bits == 4 else source
-            box = CodeBox(first, target, (1, rows, wide), (0, pitch), (0, wide * 2), about)
-            lists.append(pack_codes([box], given, DTYPES["BF16"]))
-        counts = np.zeros((max(len(made.scales) for made in lists), 2), np.uint64)
+            first_code = 2 * source if code_dtype.bits == 4 else source
+            box = CodeBox(first_code, target, (1, rows, wide), (0, pitch), (0, wide * 2), about)
+            lists.append(pack_codes([box], code_dtype, DTYPES["BF16"]))
+        counts = np.zeros((max(len(packed.scales) for packed in lists), 2), np.uint64)
         return _counting(
             device,
             "box_dequantise",
-            [made.boxes for made in lists],
+            [packed.boxes for packed in lists],
             (lists[0].source, lists[0].target),
             counts,
-            rows * wide * (given.bits + 16) // 8 + values.nbytes,
+            rows * wide * (code_dtype.bits + 16) // 8 + values.nbytes,
             knobs,
-            tables=[made.scales for made in lists],
+            tables=[packed.scales for packed in lists],
             beside=beside,
         )
 
@@ -303,26 +310,26 @@ def make_quantised(source: str, name: str) -> Callable[[Device, Arena, Knobs], P
 
     def prepare(device: Device, arena: Arena, knobs: Knobs) -> Prepared:
         rows, wide = code_shape(arena.payload, floats.bits // 8)
-        of = DTYPES[scheme.scales] if scheme.scales else floats
+        scale_dtype = DTYPES[scheme.scales] if scheme.scales else floats
         across = wide // scheme.group(wide)
-        size = rows // scheme.block[0] * across * of.bits // 8
+        size = rows // scheme.block[0] * across * scale_dtype.bits // 8
         pitch = wide * scheme.bits // 8
         beside = device.alloc(size)
-        steps = ((0, wide * floats.bits // 8), (0, pitch), (0, across * of.bits // 8))
+        steps = ((0, wide * floats.bits // 8), (0, pitch), (0, across * scale_dtype.bits // 8))
         lists = []
         for k in range(arena.slots):
-            at, to = arena.at(k)
-            box = FloatBox(at, to, (1, rows, wide), steps[0], steps[1], beside.address, steps[2], whole=WHOLE)
+            slot_source, to = arena.at(k)
+            box = FloatBox(slot_source, to, (1, rows, wide), steps[0], steps[1], beside.address, steps[2], whole=WHOLE)
             lists.append(pack_floats([box], floats, scheme))
         return _counting(
             device,
             "box_quantise",
-            [made.boxes for made in lists],
+            [packed.boxes for packed in lists],
             (lists[0].source, lists[0].scheme),
             np.zeros(1, np.uint64),
             rows * (wide * floats.bits // 8 + pitch) + size,
             knobs._replace(threads=knobs.threads or lists[0].threads),
-            tables=[made.table for made in lists],
+            tables=[packed.table for packed in lists],
             beside=beside,
         )
 
@@ -331,17 +338,17 @@ def make_quantised(source: str, name: str) -> Callable[[Device, Arena, Knobs], P
 
 def digest(device: Device, arena: Arena, knobs: Knobs) -> Prepared:
     """The leaves of one line."""
-    out = device.alloc(arena.payload // 1024 + PAD)
-    lists = [pack_lines([DigestLine(arena.at(k)[0], arena.payload)], out.address) for k in range(arena.slots)]
-    held = (out, *(device.upload(made.packed) for made in lists))
+    digests = device.alloc(arena.payload // 1024 + PAD)
+    lists = [pack_lines([DigestLine(arena.at(k)[0], arena.payload)], digests.address) for k in range(arena.slots)]
+    buffers = (digests, *(device.upload(packed.packed) for packed in lists))
 
     def call(slot: int) -> None:
         k = slot % arena.slots
         device.library.call(
-            "digest", held[1 + k].address, len(lists[k].packed), lists[k].tiles, 0, knobs.blocks, knobs.threads, 0
+            "digest", buffers[1 + k].address, len(lists[k].packed), lists[k].tiles, 0, knobs.blocks, knobs.threads, 0
         )
 
-    return Prepared(call, arena.payload, len(lists[0].packed), held)
+    return Prepared(call, arena.payload, len(lists[0].packed), buffers)
 
 
 def compare(dtype: str) -> Callable[[Device, Arena, Knobs], Prepared]:
@@ -357,13 +364,13 @@ def compare(dtype: str) -> Callable[[Device, Arena, Knobs], Prepared]:
             source, target = arena.at(k)
             device.library.call("move", target, source, arena.payload, 0)
             lists.append(pack_pairs([Strided(source, target, (), (), (), arena.payload // 8 * 8)], [kind]))
-        held = (records, *(device.upload(made.packed) for made in lists))
+        buffers = (records, *(device.upload(packed.packed) for packed in lists))
 
         def call(slot: int) -> None:
             k = slot % arena.slots
             device.library.call(
                 "compare",
-                held[1 + k].address,
+                buffers[1 + k].address,
                 len(lists[k].packed),
                 lists[k].tiles,
                 records.address,
@@ -372,7 +379,7 @@ def compare(dtype: str) -> Callable[[Device, Arena, Knobs], Prepared]:
                 0,
             )
 
-        return Prepared(call, 2 * arena.payload, 1, held)
+        return Prepared(call, 2 * arena.payload, 1, buffers)
 
     return prepare
 

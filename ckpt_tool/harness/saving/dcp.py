@@ -39,7 +39,7 @@ def write(whole: WholeState, folder: Path) -> None:
         paths[".".join(path)] = path
         parts[0].append(TensorBox(".".join(path), (), step, ()))
     objects = _objects(whole, paths)
-    ranks = [torch_dcp.DcpRank(mine, objects if number == 0 else {}) for number, mine in enumerate(parts)]
+    ranks = [torch_dcp.DcpRank(rank_parts, objects if number == 0 else {}) for number, rank_parts in enumerate(parts)]
     torch_dcp.write(ranks, folder, paths)
     (folder / "config.json").write_text(json.dumps(whole.config, indent=2))
 

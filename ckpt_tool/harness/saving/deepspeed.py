@@ -150,16 +150,16 @@ def _optimizer12(whole: WholeState, groups: Sequence[Sequence[str]], rank: int, 
 
 
 def _fragments(whole: WholeState, names: Sequence[str], low: int, high: int) -> OrderedDict[str, fragment_address]:
-    found: OrderedDict[str, fragment_address] = OrderedDict()
-    at = 0
+    fragments: OrderedDict[str, fragment_address] = OrderedDict()
+    position = 0
     for name in names:
         numel = whole.tensors["master", name].numel()
-        start = max(at, low)
-        stop = min(at + numel, high)
+        start = max(position, low)
+        stop = min(position + numel, high)
         if start < stop:
-            found[name] = fragment_address(stop - start, start - low)
-        at += numel
-    return found
+            fragments[name] = fragment_address(stop - start, start - low)
+        position += numel
+    return fragments
 
 
 def _optimizer3(whole: WholeState, groups: Sequence[Sequence[str]], rank: int) -> dict[str, Any]:
@@ -170,9 +170,9 @@ def _optimizer3(whole: WholeState, groups: Sequence[Sequence[str]], rank: int) -
         parts = []
         for name in names:
             line = whole.tensors[state, name].reshape(-1)
-            each = ceil_div(line.numel(), ranks)
-            part = line[rank * each : (rank + 1) * each]
-            parts += [part, torch.zeros(each - part.numel())]
+            share_size = ceil_div(line.numel(), ranks)
+            part = line[rank * share_size : (rank + 1) * share_size]
+            parts += [part, torch.zeros(share_size - part.numel())]
         return torch.cat(parts)
 
     step = torch.tensor(float(whole.scalars["step"]))

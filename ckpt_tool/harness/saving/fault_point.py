@@ -28,7 +28,13 @@ def saving(rank: int, step: int) -> None:
 
 def fault_point(point: str) -> None:
     """Die here if the environment says so."""
-    wanted = os.environ.get(VARIABLE, "").split(":")
-    at = getattr(_saving, "at", None)
-    if len(wanted) == 3 and at and wanted[0] == point and wanted[1] in ("*", at[0]) and wanted[2] in ("*", at[1]):
+    requested = os.environ.get(VARIABLE, "").split(":")
+    reached = getattr(_saving, "at", None)
+    if (
+        len(requested) == 3
+        and reached
+        and requested[0] == point
+        and requested[1] in ("*", reached[0])
+        and requested[2] in ("*", reached[1])
+    ):
         os.kill(os.getpid(), signal.SIGKILL)

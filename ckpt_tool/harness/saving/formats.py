@@ -104,12 +104,12 @@ def check(fmt: str, layout: Any, shape: Any = None, *, muon: bool = False) -> No
         matrices = [
             param for param in shape.parameters() if len(param.shape) > 1 and not param.name.endswith("mlp.gate.weight")
         ]
-        whole = next((param.name for param in matrices if param.cut is None), None)
-        if whole is not None:
+        uncut = next((param.name for param in matrices if param.cut is None), None)
+        if uncut is not None:
             raise UsageError(
-                f"{fmt} has no place for {whole}, which tensor ranks do not share",
+                f"{fmt} has no place for {uncut}, which tensor ranks do not share",
                 code=LAYOUT,
-                key=whole,
+                key=uncut,
                 hint="the nearest that it has is tp1; or sharded, dcp and paddle-unified, which hold any box",
             )
 

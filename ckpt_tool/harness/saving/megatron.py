@@ -81,25 +81,25 @@ def write(whole: WholeState, folder: Path) -> None:
 
 def _locals(whole: WholeState, rank: RankState) -> list[Local]:
     """The rank's parameters in the order of registration, chunk by chunk."""
-    found: list[Local] = []
-    last = len(rank.at.chunks) - 1
+    locals_found: list[Local] = []
+    last_chunk = len(rank.at.chunks) - 1
     experts = int(whole.config["moe_num_experts"]) // int(whole.layout.ep)
     tied = bool(whole.config["tie_word_embeddings"]) and whole.layout.pp > 1
     for chunk, layers in enumerate(rank.at.chunks):
         for module in modules(whole.config):
             if module.layer is None:
-                first = module.name.startswith("embedding.")
-                here = (rank.at.pp, chunk) == ((0, 0) if first else (whole.layout.pp - 1, last))
-                if here:
-                    found.append(Local(module.name, chunk, module, first and tied))
+                is_first = module.name.startswith("embedding.")
+                is_here = (rank.at.pp, chunk) == ((0, 0) if is_first else (whole.layout.pp - 1, last_chunk))
+                if is_here:
+                    locals_found.append(Local(module.name, chunk, module, is_first and tied))
             elif module.layer in layers and (module.expert is None or module.expert // experts == rank.at.ep):
                 name = module.name.replace(f"layers.{module.layer}.", f"layers.{layers.index(module.layer)}.")
                 if module.expert is not None:
                     name = name.replace(f"experts.{module.expert}.", f"experts.{module.expert % experts}.")
-                found.append(Local(name, chunk, module))
+                locals_found.append(Local(name, chunk, module))
     if tied and rank.at.pp == whole.layout.pp - 1:
-        found.append(Local("output_layer.weight", last, modules(whole.config)[0], True))
-    return found
+        locals_found.append(Local("output_layer.weight", last_chunk, modules(whole.config)[0], True))
+    return locals_found
 
 
 def _value(whole: WholeState, rank: RankState, param: Local, state: str) -> torch.Tensor:
@@ -144,11 +144,11 @@ def _optimizer(whole: WholeState, rank: RankState, params: Sequence[Local]) -> A
     """What `model_optim_rng.pt` says of it: groups alone with the distributed optimizer, else everything."""
     parts = _parts(whole, params)
     muon = whole.muon is not None
-    made = [
+    optimizers = [
         _one(whole, rank, part, expert=number == 1 and not muon, muon=number == 0 and muon)
         for number, part in enumerate(parts)
     ]
-    return made if len(made) > 1 else made[0]
+    return optimizers if len(optimizers) > 1 else optimizers[0]
 
 
 def _one(whole: WholeState, rank: RankState, params: Sequence[Local], *, expert: bool, muon: bool) -> dict[str, Any]:
@@ -166,8 +166,8 @@ def _one(whole: WholeState, rank: RankState, params: Sequence[Local], *, expert:
         described.append(about)
         masters.append([_value(whole, rank, p, "master") for p in group if not _is_fp32(whole, p)])
         for param in group:
-            held = ("momentum_buffer",) if muon else ("exp_avg", "exp_avg_sq")
-            moments = {name: _value(whole, rank, param, name) for name in held}
+            state_names = ("momentum_buffer",) if muon else ("exp_avg", "exp_avg_sq")
+            moments = {name: _value(whole, rank, param, name) for name in state_names}
             state[len(state)] = moments if muon else {"step": torch.tensor(float(whole.scalars["step"])), **moments}
     if whole.layout.zero:
         return {"optimizer": {"param_groups": described}}
@@ -184,16 +184,16 @@ def _is_fp32(whole: WholeState, param: Local) -> bool:
 
 def _build_distributed(whole: WholeState, rank: RankState, params: Sequence[Local]) -> Any:
     """`distrib_optim.pt`: of each optimizer its buffers, None where another folder has the dense one."""
-    made: list[Any] = []
+    optimizers: list[Any] = []
     for number, part in enumerate(_parts(whole, params)):
-        mine = number == 1 or rank.at.dp == 0
-        made.append(_buffers(whole, rank, part) if mine else None)
-    return made if len(made) > 1 else made[0]
+        is_own = number == 1 or rank.at.dp == 0
+        optimizers.append(_buffers(whole, rank, part) if is_own else None)
+    return optimizers if len(optimizers) > 1 else optimizers[0]
 
 
 def _buffers(whole: WholeState, rank: RankState, params: Sequence[Local]) -> dict[Any, Any]:
     """Number of the buffer -> {(dtype, dtype of its gradients): the lines}; one a chunk and dtype."""
-    found: dict[Any, Any] = {"buckets_coalesced": True}
+    buffers: dict[Any, Any] = {"buckets_coalesced": True}
     for chunk in range(len(rank.at.chunks)):
         by_dtype: dict[torch.dtype, list[Local]] = {}
         for param in params:
@@ -202,8 +202,8 @@ def _buffers(whole: WholeState, rank: RankState, params: Sequence[Local]) -> dic
         for dtype, members in by_dtype.items():
             lines = {stored: _line(whole, rank, members, state) for stored, state in _FLAT.items()}
             key = (dtype, torch.float32)
-            found[len(found) - 1] = {key: {**lines, "numel_unpadded": lines["param"].numel()}}
-    return found
+            buffers[len(buffers) - 1] = {key: {**lines, "numel_unpadded": lines["param"].numel()}}
+    return buffers
 
 
 def _line(whole: WholeState, rank: RankState, members: Sequence[Local], state: str) -> torch.Tensor:

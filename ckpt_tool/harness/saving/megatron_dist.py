@@ -62,12 +62,12 @@ def write(whole: WholeState, folder: Path) -> None:
             **{state: f"optimizer.state.{state}." for state in (MUON_STATES if muon else STATES)[2:]},
         }
         tensors = {state: join_module(module, state, whole) for state in states}
-        seen = set()
+        written_keys = set()
         for number, rank in enumerate(whole.ranks):
             for box in share_of(module, rank):
-                if box in seen:
+                if box in written_keys:
                     continue
-                seen.add(box)
+                written_keys.add(box)
                 for state, tensor in tensors.items():
                     values = tensor[region(box)]
                     offset = box.offset
@@ -79,7 +79,9 @@ def write(whole: WholeState, folder: Path) -> None:
                     parts[number].append(TensorBox(states[state] + key, offset, values.contiguous(), shape))
                 if linear := _LINEAR.fullmatch(key):
                     objects[number][f"{linear[1]}._extra_state/shard_{position or 0}_{count}"] = [None]
-    ranks = [torch_dcp.DcpRank(mine, found) for mine, found in zip(parts, objects, strict=True)]
+    ranks = [
+        torch_dcp.DcpRank(rank_parts, rank_objects) for rank_parts, rank_objects in zip(parts, objects, strict=True)
+    ]
     torch.save(_common(whole), inner / "common.pt")
     torch_dcp.write(ranks, inner)
     backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}

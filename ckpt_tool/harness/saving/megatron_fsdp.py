@@ -74,10 +74,10 @@ def write(whole: WholeState, folder: Path) -> None:
     args = namespace(whole)
     args.ckpt_format = "fsdp_dtensor"
     args.use_megatron_fsdp = True
-    rest = {"checkpoint_version": 3.0, "iteration": iteration, "opt_param_scheduler": scheduler(whole)}
-    for key, value in {"args": args, **rest, HARNESS: dict(whole.scalars)}.items():
+    common = {"checkpoint_version": 3.0, "iteration": iteration, "opt_param_scheduler": scheduler(whole)}
+    for key, value in {"args": args, **common, HARNESS: dict(whole.scalars)}.items():
         put((key,), value)
-    ranks = [torch_dcp.DcpRank(mine, objects if number == 0 else {}) for number, mine in enumerate(parts)]
+    ranks = [torch_dcp.DcpRank(rank_parts, objects if number == 0 else {}) for number, rank_parts in enumerate(parts)]
     torch_dcp.write(ranks, inner, paths)
     (folder / "config.json").write_text(json.dumps(whole.config, indent=2))
     (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))

@@ -49,35 +49,35 @@ class MegatronWeight(NamedTuple):
 
 def modules(config: Mapping[str, Any]) -> list[MegatronWeight]:
     """Every weight, in the order of registration."""
-    found = [MegatronWeight("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "plain", 0)]
+    listed_modules = [MegatronWeight("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "plain", 0)]
     for layer in range(int(config["num_hidden_layers"])):
-        found += _layer(layer, config)
-    found.append(MegatronWeight("decoder.final_layernorm.weight", ("model.norm.weight",), "plain", None))
+        listed_modules += _layer(layer, config)
+    listed_modules.append(MegatronWeight("decoder.final_layernorm.weight", ("model.norm.weight",), "plain", None))
     if not config["tie_word_embeddings"]:
-        found.append(MegatronWeight("output_layer.weight", ("lm_head.weight",), "plain", 0))
-    return found
+        listed_modules.append(MegatronWeight("output_layer.weight", ("lm_head.weight",), "plain", 0))
+    return listed_modules
 
 
 def _layer(layer: int, config: Mapping[str, Any]) -> Iterator[MegatronWeight]:
-    ours = f"decoder.layers.{layer}."
+    prefix = f"decoder.layers.{layer}."
     hub = f"model.layers.{layer}."
     attention = tuple(f"{hub}self_attn.{part}_proj.weight" for part in "qkv")
     sparse = int(config["moe_num_experts"]) > 0 and layer >= int(config["moe_layer_start_index"])
-    yield MegatronWeight(f"{ours}input_layernorm.weight", (f"{hub}input_layernorm.weight",), "plain", None, layer)
+    yield MegatronWeight(f"{prefix}input_layernorm.weight", (f"{hub}input_layernorm.weight",), "plain", None, layer)
     proj = (f"{hub}self_attn.o_proj.weight",)
-    yield MegatronWeight(f"{ours}self_attention.linear_proj.weight", proj, "plain", 1, layer)
-    yield MegatronWeight(f"{ours}self_attention.linear_qkv.weight", attention, "qkv", 0, layer)
+    yield MegatronWeight(f"{prefix}self_attention.linear_proj.weight", proj, "plain", 1, layer)
+    yield MegatronWeight(f"{prefix}self_attention.linear_qkv.weight", attention, "qkv", 0, layer)
     norm = (f"{hub}post_attention_layernorm.weight",)
-    yield MegatronWeight(f"{ours}pre_mlp_layernorm.weight", norm, "plain", None, layer)
+    yield MegatronWeight(f"{prefix}pre_mlp_layernorm.weight", norm, "plain", None, layer)
     if not sparse:
-        yield from _mlp(f"{ours}mlp.", f"{hub}mlp.", layer, None)
+        yield from _mlp(f"{prefix}mlp.", f"{hub}mlp.", layer, None)
         return
-    yield MegatronWeight(f"{ours}mlp.router.weight", (f"{hub}mlp.gate.weight",), "plain", None, layer)
+    yield MegatronWeight(f"{prefix}mlp.router.weight", (f"{hub}mlp.gate.weight",), "plain", None, layer)
     for expert in range(int(config["moe_num_experts"])):
-        inner = f"{ours}mlp.experts.local_experts.{expert}."
+        inner = f"{prefix}mlp.experts.local_experts.{expert}."
         yield from _mlp(inner, f"{hub}mlp.experts.{expert}.", layer, expert)
     if config["moe_num_shared_experts"]:
-        yield from _mlp(f"{ours}mlp.shared_experts.", f"{hub}mlp.shared_experts.", layer, None)
+        yield from _mlp(f"{prefix}mlp.shared_experts.", f"{hub}mlp.shared_experts.", layer, None)
 
 
 def _mlp(ours: str, hub: str, layer: int, expert: int | None) -> Iterator[MegatronWeight]:
@@ -103,30 +103,30 @@ def share_of(module: MegatronWeight, rank: RankState) -> list[Box]:
 
     Raises UsageError E1535 where the trainer cuts it otherwise than Megatron could.
     """
-    held = {piece.name: piece for piece in rank.pieces if piece.state == "model"}
-    if module.parts[0] not in held:
+    piece_of = {piece.name: piece for piece in rank.pieces if piece.state == "model"}
+    if module.parts[0] not in piece_of:
         return []
-    pieces = [held[name] for name in module.parts]
+    pieces = [piece_of[name] for name in module.parts]
     size = rank.layout.tp if module.cut is not None else 1
     for piece in pieces:
-        wanted = [n // (size if dim == module.cut else 1) for dim, n in enumerate(piece.shape)]
-        if list(piece.box) != wanted:
+        share_shape = [n // (size if dim == module.cut else 1) for dim, n in enumerate(piece.shape)]
+        if list(piece.box) != share_shape:
             raise UsageError(
                 f"{piece.name} of {list(piece.shape)} is held as {list(piece.box)}, and Megatron has it in "
                 f"{size} equal parts",
                 code=UNFIT,
                 hint="choose sizes that the tensor degree divides, tensor degree 1, or the format sharded",
             )
-    at = rank.at.tp if size > 1 else 0
+    tp_rank = rank.at.tp if size > 1 else 0
     shape = _shape(pieces)
     if module.cut is None or size == 1:
         return [Box((0,) * len(shape), shape)]
     if module.kind == "gated":
         half = shape[0] // 2
-        boxes = [Box((first + at * (half // size), 0), (half // size, shape[1])) for first in (0, half)]
+        boxes = [Box((half_begin + tp_rank * (half // size), 0), (half // size, shape[1])) for half_begin in (0, half)]
         return boxes
     part = shape[module.cut] // size
-    offset = tuple(at * part if dim == module.cut else 0 for dim in range(len(shape)))
+    offset = tuple(tp_rank * part if dim == module.cut else 0 for dim in range(len(shape)))
     return [Box(offset, tuple(part if dim == module.cut else n for dim, n in enumerate(shape)))]
 
 
@@ -142,7 +142,7 @@ def namespace(whole: WholeState) -> argparse.Namespace:
     settings = whole.scalars["optimizer"]
     experts = int(config["moe_num_experts"])
     layers = int(config["num_hidden_layers"])
-    first = int(config["moe_layer_start_index"])
+    first_moe = int(config["moe_layer_start_index"])
     model = {
         "num_layers": layers,
         "hidden_size": config["hidden_size"],
@@ -174,7 +174,7 @@ def namespace(whole: WholeState) -> argparse.Namespace:
         model |= {
             "moe_router_topk": config["moe_k"],
             "moe_ffn_hidden_size": config["moe_intermediate_size"],
-            "moe_layer_freq": [int(layer >= first) for layer in range(layers)],
+            "moe_layer_freq": [int(layer >= first_moe) for layer in range(layers)],
             "moe_router_score_function": "softmax",
             "moe_shared_expert_intermediate_size": config["moe_intermediate_size"] * config["moe_num_shared_experts"]
             or None,
@@ -226,13 +226,13 @@ def _pipeline(whole: WholeState) -> str | None:
 
 def scheduler(whole: WholeState) -> dict[str, Any]:
     """The learning rate's schedule in Megatron's words (`OptimizerParamScheduler.state_dict`)."""
-    stated = whole.scalars["scheduler"]
+    state = whole.scalars["scheduler"]
     return {
-        "max_lr": stated.get("peak", whole.scalars["lr"]),
-        "min_lr": stated.get("floor", 0.0),
+        "max_lr": state.get("peak", whole.scalars["lr"]),
+        "min_lr": state.get("floor", 0.0),
         "lr_decay_style": "cosine",
-        "lr_warmup_steps": stated.get("warmup", 0),
-        "lr_decay_steps": stated.get("total", 0),
+        "lr_warmup_steps": state.get("warmup", 0),
+        "lr_decay_steps": state.get("total", 0),
         "num_steps": int(whole.scalars["consumed"]),
     }
 
@@ -241,7 +241,7 @@ def hyperparameters(scalars: Mapping[str, Any], *, decays: bool, expert: bool, m
     """A parameter group of Megatron's optimizer, without its parameters; the step counter is the group's. muon: is it
     of the matrices that Muon steps? It counts no steps. Beside them Adam's groups say so."""
     settings = scalars["optimizer"]
-    own = {
+    overrides = {
         **(ADAM if "muon" in scalars else {}),
         "betas": (settings["beta1"], settings["beta2"]),
         "eps": settings["eps"],
@@ -258,5 +258,5 @@ def hyperparameters(scalars: Mapping[str, Any], *, decays: bool, expert: bool, m
         "min_lr": scalars["scheduler"].get("floor", 0.0),
         "lr": scalars["lr"],
         "weight_decay": settings["weight_decay"] if decays else 0.0,
-        **({"momentum": scalars["muon"]["momentum"]} if muon else own),
+        **({"momentum": scalars["muon"]["momentum"]} if muon else overrides),
     }

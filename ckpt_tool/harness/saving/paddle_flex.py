@@ -90,21 +90,21 @@ def write(whole: WholeState, folder: Path) -> None:
 
 def _items(whole: WholeState, rank: RankState) -> list[tuple[str, RankBlock]]:
     """(folder, item) of all that the rank holds."""
-    found: list[tuple[str, RankBlock]] = []
-    mine = [weight for weight in weights(whole) if share_of(weight.module, rank)]
-    for weight in mine:
-        found.append(("model_state", _block(whole, rank, weight, "model", weight.name)))
-    mine = select_stateful(mine, whole)
-    found += [
+    items: list[tuple[str, RankBlock]] = []
+    own_weights = [weight for weight in weights(whole) if share_of(weight.module, rank)]
+    for weight in own_weights:
+        items.append(("model_state", _block(whole, rank, weight, "model", weight.name)))
+    own_weights = select_stateful(own_weights, whole)
+    items += [
         ("optimizer_state", RankBlock(f"{weight.name}.{suffix}", power, (1,), (0,), (1,), None))
-        for weight in mine
+        for weight in own_weights
         for suffix, power in powers(whole)
     ]
     for expert in (False, True):
-        group = [weight for weight in mine if (weight.module.expert is not None) is expert]
+        group = [weight for weight in own_weights if (weight.module.expert is not None) is expert]
         for state, folder, suffix in _STATES:
-            found += [(folder, item) for item in _shares(whole, rank, group, state, suffix, expert=expert)]
-    return found
+            items += [(folder, item) for item in _shares(whole, rank, group, state, suffix, expert=expert)]
+    return items
 
 
 def _block(whole: WholeState, rank: RankState, weight: PaddleWeight, state: str, key: str) -> RankBlock:
@@ -113,8 +113,8 @@ def _block(whole: WholeState, rank: RankState, weight: PaddleWeight, state: str,
     values = torch.cat([tensor[region(box)] for box in share_of(weight.module, rank)])
     shape = tuple(tensor.shape)
     cut = weight.module.cut
-    at = rank.at.tp if cut is not None and whole.layout.tp > 1 else 0
-    offset = tuple(at * n if dim == cut else 0 for dim, n in enumerate(values.shape))
+    tp_rank = rank.at.tp if cut is not None and whole.layout.tp > 1 else 0
+    offset = tuple(tp_rank * n if dim == cut else 0 for dim, n in enumerate(values.shape))
     if weight.turned:
         values = values.t()
         shape = shape[::-1]
@@ -127,8 +127,8 @@ def _shares(
 ) -> list[RankBlock]:
     """The rank's part of a state: of all blocks laid end to end, its equal part; whole blocks without ZeRO."""
     layout = whole.layout
-    ranks, at = (layout.dp // layout.ep, rank.at.dp // layout.ep) if expert else (layout.dp, rank.at.dp)
-    found = []
+    ranks, shard_rank = (layout.dp // layout.ep, rank.at.dp // layout.ep) if expert else (layout.dp, rank.at.dp)
+    shares = []
     line = 0
     blocks = []
     for weight in group:
@@ -140,27 +140,27 @@ def _shares(
     share = ceil_div(sum(block.values.numel() for block in blocks), ranks)
     for block in blocks:
         numel = block.values.numel()
-        start, stop = (min(max(edge - line, 0), numel) for edge in (at * share, (at + 1) * share))
+        start, stop = (min(max(edge - line, 0), numel) for edge in (shard_rank * share, (shard_rank + 1) * share))
         line += numel
         if not layout.zero or ranks == 1:
-            found.append(block)
+            shares.append(block)
         elif start < stop:
-            found.append(block._replace(values=block.values.reshape(-1)[start:stop], span=(start, stop)))
-    return found
+            shares.append(block._replace(values=block.values.reshape(-1)[start:stop], span=(start, stop)))
+    return shares
 
 
 def _save(folder: Path, ranks: Sequence[Sequence[RankBlock]]) -> None:
     """What `save_state_dict` of all ranks leaves: a data file a rank, one metadata file."""
     folder.mkdir()
     holders: dict[tuple[object, ...], list[int]] = {}
-    first: dict[tuple[object, ...], RankBlock] = {}
+    first_of: dict[tuple[object, ...], RankBlock] = {}
     for number, items in enumerate(ranks):
         for item in items:
             holders.setdefault(item.identity, []).append(number)
-            first.setdefault(item.identity, item)
+            first_of.setdefault(item.identity, item)
     stored: list[list[RankBlock]] = [[] for _ in ranks]
     for identity, numbers in holders.items():
-        stored[min(numbers, key=lambda number: (len(stored[number]), f"{number}_0"))].append(first[identity])
+        stored[min(numbers, key=lambda number: (len(stored[number]), f"{number}_0"))].append(first_of[identity])
     states: dict[str, list[PickledRecord]] = {}
     storage: dict[PickledRecord, str] = {}
     for number, items in enumerate(stored):

@@ -36,16 +36,16 @@ class PaddleWeight(NamedTuple):
 
 def weights(whole: WholeState) -> list[PaddleWeight]:
     """Every weight, in the order of the layers."""
-    found = []
+    listed_weights = []
     for module in modules(whole.config):
         name = module.parts[0]
         if module.kind in _FUSED:
             name = name.replace(*_FUSED[module.kind])
         linear = "layers." in name and not name.endswith("layernorm.weight")
-        found.append(PaddleWeight(name, module, linear))
+        listed_weights.append(PaddleWeight(name, module, linear))
     if whole.config["tie_word_embeddings"]:  # Paddle stores a tied pair under both names
-        found.append(PaddleWeight(HEAD, modules(whole.config)[0], False))
-    return found
+        listed_weights.append(PaddleWeight(HEAD, modules(whole.config)[0], False))
+    return listed_weights
 
 
 def select_stateful(found: Sequence[PaddleWeight], whole: WholeState) -> list[PaddleWeight]:

@@ -62,13 +62,13 @@ def _writer(weight: PaddleWeight, whole: WholeState) -> int:
 
 def _files(part: list[PaddleWeight], whole: WholeState) -> dict[str, dict[str, torch.Tensor]]:
     optimizer: dict[str, torch.Tensor] = {}
-    stated = select_stateful(part, whole)
-    for weight in stated:
+    stateful = select_stateful(part, whole)
+    for weight in stateful:
         optimizer |= {
             f"{weight.name}/{suffix}": value(weight, state, whole).clone() for state, suffix in _SUFFIXES.items()
         }
         optimizer |= {f"{weight.name}/{suffix}": power for suffix, power in powers(whole)}
-    found = {"model": {weight.name: value(weight, "model", whole).clone() for weight in part}, "optimizer": optimizer}
+    states = {"model": {weight.name: value(weight, "model", whole).clone() for weight in part}, "optimizer": optimizer}
     for stem, state in (("master_weights", "master"), ("ckpt_ema", "ema")):
-        found[stem] = {weight.name: value(weight, state, whole).clone() for weight in stated}
-    return found
+        states[stem] = {weight.name: value(weight, state, whole).clone() for weight in stateful}
+    return states

@@ -74,17 +74,17 @@ def _files(whole: WholeState, mesh: dict[str, int]) -> dict[str, dict[str, Any]]
     """Path -> state, rank, arrays by name, their boxes as text, and the hash of that: one file a state and rank."""
     files: dict[str, dict[str, Any]] = {}
     for rank in whole.ranks:
-        at = coordinates(rank, mesh)
-        label = "_".join(f"{dim}{at[dim]:02d}" for dim in mesh)
+        position = coordinates(rank, mesh)
+        label = "_".join(f"{dim}{position[dim]:02d}" for dim in mesh)
         for state in dict.fromkeys(piece.state for piece in rank.pieces):
-            held = {piece.name: box for piece in rank.pieces if piece.state == state and (box := _part(piece, rank))}
-            arrays = {name: whole.tensors[state, name][region(box)].contiguous() for name, box in held.items()}
-            shapes = {name: list(whole.tensors[state, name].shape) for name in held}
-            text = canonical({name: {"offset": list(b.offset), "shape": shapes[name]} for name, b in held.items()})
+            box_of = {piece.name: box for piece in rank.pieces if piece.state == state and (box := _part(piece, rank))}
+            arrays = {name: whole.tensors[state, name][region(box)].contiguous() for name, box in box_of.items()}
+            shapes = {name: list(whole.tensors[state, name].shape) for name in box_of}
+            text = canonical({name: {"offset": list(b.offset), "shape": shapes[name]} for name, b in box_of.items()})
             rows = sorted([name, _DTYPES[array.dtype], list(array.shape)] for name, array in arrays.items())
             if arrays:
                 path = f"{state}.{label}.safetensors" if label else f"{state}.safetensors"
-                files[path] = {"state": state, "rank": at, "arrays": arrays, "text": text}
+                files[path] = {"state": state, "rank": position, "arrays": arrays, "text": text}
                 files[path]["boxes"] = digits(text + canonical(rows))
     return files
 
@@ -114,10 +114,10 @@ def mesh_of(layout: Any) -> dict[str, int]:
 
 def coordinates(rank: RankState, mesh: dict[str, int]) -> dict[str, int]:
     """The rank's place in the mesh."""
-    at = rank.at
+    rank_at = rank.at
     layout = rank.layout
-    every = {"tp": at.tp, "pp": at.pp, "ep": at.ep, "dp": at.dp // layout.ep}
-    return {dim: every[dim] for dim in mesh}
+    all_dims = {"tp": rank_at.tp, "pp": rank_at.pp, "ep": rank_at.ep, "dp": rank_at.dp // layout.ep}
+    return {dim: all_dims[dim] for dim in mesh}
 
 
 def canonical(value: Any) -> str:
@@ -143,21 +143,21 @@ def _part(piece: TensorPiece, rank: RankState) -> Box | None:
     if piece.flat is None:
         return Box(piece.offset, piece.box)
     ranks = rank.layout.dp
-    mine = rank.at.dp
+    dp_rank = rank.at.dp
     if ".experts." in piece.name:
         ranks = ranks // rank.layout.ep
-        mine = mine // rank.layout.ep
+        dp_rank = dp_rank // rank.layout.ep
     rows = piece.box[0]
-    first = mine * rows // ranks
-    last = (mine + 1) * rows // ranks
-    offset = (piece.offset[0] + first, *piece.offset[1:])
-    return Box(offset, (last - first, *piece.box[1:])) if last > first else None
+    row_begin = dp_rank * rows // ranks
+    row_end = (dp_rank + 1) * rows // ranks
+    offset = (piece.offset[0] + row_begin, *piece.offset[1:])
+    return Box(offset, (row_end - row_begin, *piece.box[1:])) if row_end > row_begin else None
 
 
 def _placement(whole: WholeState, state: str, name: str, mesh: dict[str, int]) -> dict[str, Any]:
     """Which mesh dims cut which tensor dim, derived from the boxes themselves; `at` for what one stage or expert rank
     has."""
-    held = [
+    boxes_of = [
         (coordinates(rank, mesh), box)
         for rank in whole.ranks
         for piece in rank.pieces
@@ -167,15 +167,17 @@ def _placement(whole: WholeState, state: str, name: str, mesh: dict[str, int]) -
     cut: dict[str, Any] = {"shard": []}
     for dim in range(len(shape)):
         names = [
-            axis for axis in mesh if any(box.shape[dim] < shape[dim] for _, box in held) and _moves(held, axis, dim)
+            axis
+            for axis in mesh
+            if any(box.shape[dim] < shape[dim] for _, box in boxes_of) and _moves(boxes_of, axis, dim)
         ]
         if names:
             cut["shard"].append([dim, names])
-    fixed = {axis: {at[axis] for at, _ in held} for axis in ("pp", "ep") if axis in mesh}
-    at = {axis: next(iter(where)) for axis, where in fixed.items() if len(where) == 1}
-    if at:
-        cut["at"] = at
-    uneven = [dim for dim, _ in cut["shard"] if len({box.shape[dim] for _, box in held}) > 1]
+    fixed = {axis: {fixed_at[axis] for fixed_at, _ in boxes_of} for axis in ("pp", "ep") if axis in mesh}
+    fixed_at = {axis: next(iter(values)) for axis, values in fixed.items() if len(values) == 1}
+    if fixed_at:
+        cut["at"] = fixed_at
+    uneven = [dim for dim, _ in cut["shard"] if len({box.shape[dim] for _, box in boxes_of}) > 1]
     if uneven:
         cut["uneven"] = uneven
     return cut
@@ -183,8 +185,8 @@ def _placement(whole: WholeState, state: str, name: str, mesh: dict[str, int]) -
 
 def _moves(held: list[tuple[dict[str, int], Box]], axis: str, dim: int) -> bool:
     """Does the box move along `dim` when only `axis` changes?"""
-    seen: dict[tuple[Any, ...], set[int]] = {}
-    for at, box in held:
-        others = tuple((name, number) for name, number in at.items() if name != axis)
-        seen.setdefault(others, set()).add(box.offset[dim])
-    return any(len(offsets) > 1 for offsets in seen.values())
+    pairs_of: dict[tuple[Any, ...], set[int]] = {}
+    for holder, box in held:
+        others = tuple((name, number) for name, number in holder.items() if name != axis)
+        pairs_of.setdefault(others, set()).add(box.offset[dim])
+    return any(len(offsets) > 1 for offsets in pairs_of.values())

@@ -53,7 +53,7 @@ class WholeState:
 
     def state(self, state: str) -> dict[str, torch.Tensor]:
         """Name -> tensor of one state."""
-        return {name: tensor for (of, name), tensor in self.tensors.items() if of == state}
+        return {name: tensor for (owner, name), tensor in self.tensors.items() if owner == state}
 
 
 def assemble(states: Sequence[RankState]) -> WholeState:
@@ -74,9 +74,11 @@ def assemble(states: Sequence[RankState]) -> WholeState:
                 tensors[key] = torch.zeros(piece.shape, dtype=piece.tensor.dtype)
                 covered[key] = torch.zeros(piece.shape, dtype=torch.bool)
             _lay(piece, tensors[key], covered[key], state.at.rank)
-    wanted = [(state, name) for name, states in ranks[0].states().items() for state in states]
-    wanted.sort(key=lambda key: (*STATES, *MUON_STATES).index(key[0]))  # state by state; names as they are registered
-    holes = [f"{name} [{state}]" for state, name in wanted if (state, name) not in tensors]
+    expected_keys = [(state, name) for name, states in ranks[0].states().items() for state in states]
+    expected_keys.sort(
+        key=lambda key: (*STATES, *MUON_STATES).index(key[0])
+    )  # state by state; names as they are registered
+    holes = [f"{name} [{state}]" for state, name in expected_keys if (state, name) not in tensors]
     holes += [f"{name} [{state}]" for (state, name), mask in covered.items() if not bool(mask.all())]
     if holes:
         raise Incomplete(
@@ -86,7 +88,7 @@ def assemble(states: Sequence[RankState]) -> WholeState:
             faults=holes[5:100],
             hint="a rank's state is missing, or the trainer lost a piece",
         )
-    ordered: dict[Key, torch.Tensor] = {key: tensors[key] for key in wanted}
+    ordered: dict[Key, torch.Tensor] = {key: tensors[key] for key in expected_keys}
     return WholeState(ordered, ranks, dict(ranks[0].shape.config()), ranks[0].scalars)
 
 
@@ -95,11 +97,11 @@ def boxes(piece: TensorPiece) -> Iterator[tuple[Box, torch.Tensor]]:
     if piece.flat is None:
         yield Box(piece.offset, piece.box), piece.tensor.reshape(piece.box)
         return
-    at = 0
+    position = 0
     for box in flat_boxes(piece.box, *piece.flat):
-        moved = Box(tuple(o + b for o, b in zip(piece.offset, box.offset, strict=True)), box.shape)
-        yield moved, piece.tensor.reshape(-1)[at : at + box.numel].reshape(box.shape)
-        at += box.numel
+        shifted = Box(tuple(o + b for o, b in zip(piece.offset, box.offset, strict=True)), box.shape)
+        yield shifted, piece.tensor.reshape(-1)[position : position + box.numel].reshape(box.shape)
+        position += box.numel
 
 
 def first_holders(whole: WholeState) -> Iterator[tuple[int, Key, Box, torch.Tensor]]:
@@ -109,13 +111,13 @@ def first_holders(whole: WholeState) -> Iterator[tuple[int, Key, Box, torch.Tens
         for piece in rank.pieces:
             key = (piece.state, piece.name)
             stage[key] = min(stage.get(key, rank.at.pp), rank.at.pp)
-    seen: set[tuple[Key, Box]] = set()
+    taken_boxes: set[tuple[Key, Box]] = set()
     for number, rank in enumerate(whole.ranks):
         for piece in rank.pieces:
             key = (piece.state, piece.name)
             for box, _ in boxes(piece) if stage[key] == rank.at.pp else ():
-                if (key, box) not in seen:
-                    seen.add((key, box))
+                if (key, box) not in taken_boxes:
+                    taken_boxes.add((key, box))
                     yield number, key, box, whole.tensors[key][region(box)]
 
 
@@ -158,28 +160,28 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _lay(piece: TensorPiece, tensor: torch.Tensor, covered: torch.Tensor, rank: int) -> None:
-    shown = f"{piece.name} [{piece.state}]"
+    label = f"{piece.name} [{piece.state}]"
     if tuple(tensor.shape) != piece.shape or tensor.dtype != piece.tensor.dtype:
         raise InconsistentCheckpoint(
             f"rank {rank} has it as {piece.tensor.dtype} {list(piece.shape)}, another as {tensor.dtype} "
             f"{list(tensor.shape)}",
             code=FOREIGN,
-            key=shown,
+            key=label,
         )
     for box, values in boxes(piece):
         if not box.inside(piece.shape):
             raise InconsistentCheckpoint(
                 f"rank {rank} holds a box at {list(box.offset)} of {list(box.shape)}, outside {list(piece.shape)}",
                 code=FOREIGN,
-                key=shown,
+                key=label,
             )
-        here = tensor[region(box)]
-        seen = covered[region(box)]
-        mine = values.detach().cpu()
-        if bool(seen.any()) and not torch.equal(bits(mine)[seen], bits(here)[seen]):
-            raise _drift(f"rank {rank} holds other values than the ranks before it", shown)
-        here.copy_(mine)
-        seen.fill_(True)
+        target = tensor[region(box)]
+        covered_part = covered[region(box)]
+        cpu_values = values.detach().cpu()
+        if bool(covered_part.any()) and not torch.equal(bits(cpu_values)[covered_part], bits(target)[covered_part]):
+            raise _drift(f"rank {rank} holds other values than the ranks before it", label)
+        target.copy_(cpu_values)
+        covered_part.fill_(True)
 
 
 def _drift(message: str, key: str) -> InconsistentCheckpoint:
