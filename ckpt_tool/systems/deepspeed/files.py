@@ -284,7 +284,7 @@ def read_module(tree: Tree, name: str) -> ModuleFile:
         _shapes(values, shown),
         _shape_map(values.get("frozen_param_shapes") or {}, "frozen_param_shapes", shown),
         {},
-        _shared(values.get("shared_params") or {}, shown),
+        _parse_shared(values.get("shared_params") or {}, shown),
         {key: item for key, item in values.items() if key not in LAYOUT_KEYS or key.endswith("world_size")},
         unsafe=content.unsafe,
         globals=content.globals,
@@ -529,7 +529,7 @@ def _shape_map(value: Any, what: str, shown: str) -> dict[str, tuple[int, ...]]:
     return out
 
 
-def _shared(value: Any, shown: str) -> dict[str, str]:
+def _parse_shared(value: Any, shown: str) -> dict[str, str]:
     found = _mapping(value, "shared_params", shown)
     if not all(isinstance(item, str) for pair in found.items() for item in pair):
         raise malformed("shared_params maps no names to names", shown)

@@ -358,12 +358,12 @@ def gemma4() -> dict[str, Variant]:
     scanned = unscanned = TIED
     for words, name, number, stacked in blocks:
         place = MaxtextLayers(f"decoder.scanned_blocks.{name}.", number, stacked)
-        scanned += place.rules(_worded(GEMMA4_HEADS + GEMMA4_LAYER, {**words, **here}))
-        unscanned += EACH.rules(_worded(GEMMA4_HEADS, {**words, **each}))
-    return trees(scanned, unscanned + EACH.rules(_worded(GEMMA4_LAYER, each)) + GEMMA4_SMALL)
+        scanned += place.rules(_replace_words(GEMMA4_HEADS + GEMMA4_LAYER, {**words, **here}))
+        unscanned += EACH.rules(_replace_words(GEMMA4_HEADS, {**words, **each}))
+    return trees(scanned, unscanned + EACH.rules(_replace_words(GEMMA4_LAYER, each)) + GEMMA4_SMALL)
 
 
-def _worded(text: str, words: dict[str, str]) -> str:
+def _replace_words(text: str, words: dict[str, str]) -> str:
     return re.sub(rf"\b(?:{'|'.join(words)})\b", lambda word: words[word[0]], text)
 
 

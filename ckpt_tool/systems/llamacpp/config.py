@@ -164,7 +164,7 @@ def metadata(config: Config) -> tuple[list[Pair], list[str]]:
     if found.experts and experts is not None:
         out.append((f"{found.name}.expert_count", INT, experts))
     if not faults:
-        out += [(f"{found.name}.{key}", kind, value) for key, kind, value in _of_kind(own, found)]
+        out += [(f"{found.name}.{key}", kind, value) for key, kind, value in _computed_pairs(own, found)]
     out += [(f"{found.name}.{key}", kind, value) for key, kind, value in _rope(config, found, faults)]
     if faults:
         raise UsageError(
@@ -256,7 +256,7 @@ def _deepseek(config: Config) -> Config:
     return out
 
 
-def _of_kind(config: Config, found: Architecture) -> Iterable[Pair]:
+def _computed_pairs(config: Config, found: Architecture) -> Iterable[Pair]:
     """Keys that are computed of several of the config's."""
     heads = config["num_attention_heads"]
     hidden = config["hidden_size"]
@@ -382,7 +382,7 @@ def hub_config(
     rows = [each for each in ARCHITECTURES if each.name == name]
     if not rows:
         return None
-    found = rows[0] if len(rows) == 1 else _by_tensors(rows, shapes)
+    found = rows[0] if len(rows) == 1 else _choose_by_tensors(rows, shapes)
     faults: list[str] = []
     own = {key.removeprefix(f"{name}."): value for key, value in stated.items() if key.startswith(f"{name}.")}
     from ckpt_tool.families.models import CLASSES
@@ -431,7 +431,7 @@ def hub_config(
     return config
 
 
-def _by_tensors(rows: list[Architecture], shapes: Mapping[str, tuple[int, ...]]) -> Architecture:
+def _choose_by_tensors(rows: list[Architecture], shapes: Mapping[str, tuple[int, ...]]) -> Architecture:
     """Which of the model types of one architecture the tensors are of."""
     ends = {name.partition(".")[2].partition(".")[2] for name in shapes if name.startswith("blk.")}
     if rows[0].name == "deepseek2":
@@ -440,7 +440,7 @@ def _by_tensors(rows: list[Architecture], shapes: Mapping[str, tuple[int, ...]])
 
 
 def _backwards(config: dict[str, Any], own: Config, found: Architecture, faults: list[str]) -> None:
-    """What `_of_kind` has computed."""
+    """What `_computed_pairs` has computed."""
     if found.name == "deepseek2":
         config["num_key_value_heads"] = config.get("num_attention_heads")
         whole = own.get("attention.key_length_mla")

@@ -225,7 +225,7 @@ def read_adapter(
             count = ranks or (boxes // 2 if _HALVED.fullmatch(key.name) else boxes)
             rows = stretches(key.name, tensor.shape[0], count, gated=gated)
             unknown |= bool(rows) and ranks is None
-            out[key] = _moved(tensor, rows) if rows else tensor
+            out[key] = _reorder_rows(tensor, rows) if rows else tensor
     line = "rows of fused projections are stored as the tensor ranks had them; their boxes show how many"
     notes = [Note("N-adapter-order", line, folder)] if unknown else []
     if not alone:
@@ -264,7 +264,7 @@ def is_gated(hints: LoraHints, shapes: Mapping[str, tuple[int, ...]]) -> bool | 
     return None
 
 
-def _moved(tensor: LogicalTensor, rows: Iterable[Stretch]) -> LogicalTensor:
+def _reorder_rows(tensor: LogicalTensor, rows: Iterable[Stretch]) -> LogicalTensor:
     """The tensor with its rows in order."""
     chunks = []
     rest = tensor.shape[1:]

@@ -150,27 +150,29 @@ def chain_members(chain: Sequence[Any], params: Sequence[RankArray], facts: Mega
     out = list[Members]()
     met = 0
     for at, groups in enumerate(every):
-        own = [array for array in params if not parallel or array.expert == alone[at] or _mixed(groups)]
+        own = [array for array in params if not parallel or array.expert == alone[at] or _has_mixed_groups(groups)]
         if alone[at]:
             met += 1
             own = [array for array in own if not seconds or is_matrix(array.local, array.shape) == (met == 1)]
             own = own if seconds or first is None else [a for a in own if is_matrix(a.local, a.shape)]
         elif first is not None:
             own = [array for array in own if is_matrix(array.local, array.shape) == (at == first)]
-        members = _of_kinds(groups, own, facts)
+        members = _split_by_kind(groups, own, facts)
         if members is None:
             return None
         out.append(members)
     return out
 
 
-def _mixed(groups: Sequence[Mapping[str, Any]]) -> bool:
+def _has_mixed_groups(groups: Sequence[Mapping[str, Any]]) -> bool:
     return len({is_expert_group(group) for group in groups}) > 1
 
 
-def _of_kinds(groups: Sequence[Mapping[str, Any]], own: Sequence[RankArray], facts: MegatronFacts) -> Members | None:
+def _split_by_kind(
+    groups: Sequence[Mapping[str, Any]], own: Sequence[RankArray], facts: MegatronFacts
+) -> Members | None:
     """As `members_of`, where dense and expert parameters have groups in one optimizer."""
-    if not _mixed(groups):
+    if not _has_mixed_groups(groups):
         return members_of(groups, own, facts)
     out: Members = [[] for _ in groups]
     for experts in (False, True):

@@ -110,11 +110,13 @@ def groups_for(
             out.setdefault(key, dict(group))
     for key in sorted(keys, key=lambda key: (not key.decay, key.decoupled)):
         if key not in out:
-            out[key] = _made(key, twins, facts, experts=experts)
+            out[key] = _make_group(key, twins, facts, experts=experts)
     return list(out.values())
 
 
-def _made(key: GroupKey, twins: Sequence[Mapping[str, Any]], facts: MegatronFacts, *, experts: bool) -> dict[str, Any]:
+def _make_group(
+    key: GroupKey, twins: Sequence[Mapping[str, Any]], facts: MegatronFacts, *, experts: bool
+) -> dict[str, Any]:
     """A group that the source does not have, from the one nearest to it."""
     same = next((dict(twin) for twin in twins if key_of_group(twin, facts) == key), None)
     group = same or dict(twins[0]) if twins else {"lr_mult": 1.0, "is_decoupled_lr": key.decoupled}

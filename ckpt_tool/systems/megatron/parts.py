@@ -98,13 +98,13 @@ class Gathered:
         shape = self.shape
         chunks = self.chunks
         if self.parts:
-            rows, chunks = self._joined(key, path)
+            rows, chunks = self._join_parts(key, path)
             shape = (rows, *shape[1:]) if shape else shape  # a step counter: one a part, all alike
         if not isinstance(chunks, ChunkColumns):
             chunks = mark_replicas(chunks) if len(chunks) > 1 else tuple(chunks)
         return LogicalTensor(key, shape, self.dtype, chunks)
 
-    def _joined(self, key: TensorKey, path: str) -> tuple[int, Sequence[Chunk]]:
+    def _join_parts(self, key: TensorKey, path: str) -> tuple[int, Sequence[Chunk]]:
         """(rows of the whole tensor, its chunks) from those of its parts."""
         missing = [part for part in self.parts if part not in self.held]
         if missing:

@@ -82,7 +82,7 @@ def decide(wanted: Wanted) -> Decided:
     own = wanted.hints.get(MegatronHints) if wanted.source_format == "megatron" else None
     alike = own if spec is None else None  # the source's spelling, where none was wished
     experts = names.experts_count(model)
-    facts = _completed(stated, model, experts)
+    facts = _complete_facts(stated, model, experts)
     degrees, notes = fit(wanted.wish.degrees.stated(), experts)
     te = alike.te if alike else stated.te
     job = MegatronJob(
@@ -115,7 +115,7 @@ def decide(wanted: Wanted) -> Decided:
     )
 
 
-def _completed(facts: MegatronFacts, model: Mapping[str, int], experts: int) -> MegatronFacts:
+def _complete_facts(facts: MegatronFacts, model: Mapping[str, int], experts: int) -> MegatronFacts:
     """The facts with what the tensors themselves show."""
     own = {names.stem(name) for name in model}
     tied = EMBEDDING in own and TIED_HEAD not in own and (facts.tied or not facts.stated)

@@ -303,9 +303,9 @@ def stages_of(items: Items, pp: int, wish: Sequence[int] = (), before: Sequence[
                 code=NO_SPLIT,
                 hint=f"give {pp} numbers that sum to {items.layers}",
             )
-        return _by_counts(items, wish, "as --pp-split says")
+        return _split_by_counts(items, wish, "as --pp-split says")
     if len(before) == pp and sum(before) == items.layers:
-        return _by_counts(items, before, "as the source's")
+        return _split_by_counts(items, before, "as the source's")
     if pp > items.total:
         raise UsageError(
             f"--pp {pp}: the pipeline is a list of {items.total} layers",
@@ -313,12 +313,12 @@ def stages_of(items: Items, pp: int, wish: Sequence[int] = (), before: Sequence[
             hint=f"the nearest that it takes is --pp {items.total}",
         )
     if (items.layers % pp == 0 and items.layers) or pp == 1:
-        return _by_counts(items, [items.layers // pp] * pp, "layer:DecoderLayer")
+        return _split_by_counts(items, [items.layers // pp] * pp, "layer:DecoderLayer")
     size, extra = divmod(items.total, pp)
     sizes = [size + (stage >= pp - extra) for stage in range(pp)]
     return PaddleStages(items, tuple(accumulate(sizes, initial=0)), "uniform")
 
 
-def _by_counts(items: Items, counts: Sequence[int], method: str) -> PaddleStages:
+def _split_by_counts(items: Items, counts: Sequence[int], method: str) -> PaddleStages:
     inner = tuple(accumulate(counts[:-1], initial=1))[1:]
     return PaddleStages(items, (0, *inner, items.total), method)

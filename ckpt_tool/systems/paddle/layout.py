@@ -96,7 +96,7 @@ def degrees_of(wanted: Wanted, experts: int, notes: list[str]) -> JobDegrees:
             )
     zero = wanted.wish.zero
     if ep > 1:
-        dp = _with_experts(tp, ep, dp, experts, notes)
+        dp = _raise_for_experts(tp, ep, dp, experts, notes)
         if zero == 0 and dp > 1:
             raise UsageError(
                 f"--zero 0 with --ep {ep}: Paddle's expert ranks are carved out of sharding ranks",
@@ -105,7 +105,7 @@ def degrees_of(wanted: Wanted, experts: int, notes: list[str]) -> JobDegrees:
             )
         sharding = dp
     else:
-        sharding = 1 if zero == 0 else dp if zero else _inherited(wanted, dp)
+        sharding = 1 if zero == 0 else dp if zero else _inherit_sharding(wanted, dp)
     wish = wanted.wish.of(PaddleOptions).sharding or paddle_hints(wanted).sharding or (V2 if ep > 1 else V1)
     if sharding == 1 and wanted.wish.of(PaddleOptions).sharding:
         notes.append(nothing_shared(wish))
@@ -119,7 +119,7 @@ def nothing_shared(version: object) -> str:
     return f"--sharding {version}: no data ranks share states here, so it changes nothing"
 
 
-def _with_experts(tp: int, ep: int, dp: int, experts: int, notes: list[str]) -> int:
+def _raise_for_experts(tp: int, ep: int, dp: int, experts: int, notes: list[str]) -> int:
     """The data ranks that expert ranks can be carved out of. Raises UsageError E1251."""
     if not experts:
         raise UsageError(f"--ep {ep}: the model has no experts", code=DEGREE, hint="leave --ep off")
@@ -144,7 +144,7 @@ def _with_experts(tp: int, ep: int, dp: int, experts: int, notes: list[str]) -> 
     return least
 
 
-def _inherited(wanted: Wanted, dp: int) -> int:
+def _inherit_sharding(wanted: Wanted, dp: int) -> int:
     """Sharding ranks where nobody says: as the source had it, all data ranks where that can't be."""
     before = wanted.hints.get(Degrees)
     had = paddle_hints(wanted).sharding_degree
@@ -408,20 +408,20 @@ class LaidParameter:
 
     def group_rank(self, block: Block, rank: PaddleRank) -> int:
         """The rank's number in the group that shares the block's states."""
-        return rank.moe_shard if self._grouped(block) else rank.shard
+        return rank.moe_shard if self._is_in_expert_group(block) else rank.shard
 
     def group_size(self, block: Block) -> int:
         """The ranks of that group."""
-        return self.degrees.moe_sharding if self._grouped(block) else self.degrees.sharding
+        return self.degrees.moe_sharding if self._is_in_expert_group(block) else self.degrees.sharding
 
-    def _grouped(self, block: Block) -> bool:
+    def _is_in_expert_group(self, block: Block) -> bool:
         """Are its states shared in the experts' own group?"""
         return block.parameter.expert is not None and not self.by_tensor
 
     def colours(self, blocks: Sequence[Block]) -> list[list[Block]]:
         """The blocks of each group, dense ones first, each in order; an empty kind is left out."""
-        dense = [block for block in blocks if not self._grouped(block)]
-        experts = [block for block in blocks if self._grouped(block)]
+        dense = [block for block in blocks if not self._is_in_expert_group(block)]
+        experts = [block for block in blocks if self._is_in_expert_group(block)]
         return [kind for kind in (dense, experts) if kind]
 
     def owner_of(self, rank: PaddleRank) -> Mapping[str, int]:

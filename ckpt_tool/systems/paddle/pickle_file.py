@@ -203,7 +203,7 @@ def read_paddle(tree: Tree, name: str) -> PaddleContent:
         extras = reading.part(value, ())
     else:
         extras = reading.part({"value": value}, ())
-    leaves = _joined(_named(reading.leaves, table), slices, shown)
+    leaves = _join_slices(_name_leaves(reading.leaves, table), slices, shown)
     _refuse_lost(leaves, table, shown)
     return PaddleContent(
         leaves,
@@ -232,11 +232,11 @@ def _refuse_other(head: bytes, shown: str) -> None:
 
 def _mapping(value: Any, key: str, shown: str) -> dict[Any, Any]:
     if not isinstance(value, dict):
-        raise _malformed(f"{key} is a {type(value).__name__}, not a dict", shown)
+        raise _malformed_error(f"{key} is a {type(value).__name__}, not a dict", shown)
     return value
 
 
-def _malformed(what: str, shown: str, key: str | None = None) -> CorruptFile:
+def _malformed_error(what: str, shown: str, key: str | None = None) -> CorruptFile:
     return CorruptFile(what, code=MALFORMED, path=shown, key=key, hint="the file was edited or damaged: fetch it again")
 
 
@@ -265,7 +265,7 @@ class _PaddleTensorWalk:
     def part(self, value: Any, path: Path) -> Any:
         """What is left of `value` without its tensors: `SLOT` where one was."""
         if len(path) > DEPTH_LIMIT:
-            raise _malformed(f"the state nests deeper than {DEPTH_LIMIT} levels", self.shown)
+            raise _malformed_error(f"the state nests deeper than {DEPTH_LIMIT} levels", self.shown)
         if isinstance(value, NumpyArray):
             self._leaf(value, "", path)
             return SLOT
@@ -277,7 +277,7 @@ class _PaddleTensorWalk:
             for key, item in value.items():
                 step = key if type(key) is int else str(key)
                 if type(step) is str and len(step) > KEY_LIMIT:
-                    raise _malformed(
+                    raise _malformed_error(
                         f"a key of {len(step)} characters, want at most {KEY_LIMIT}", self.shown, step[:100]
                     )
                 left = self.part(item, (*path, step))
@@ -359,7 +359,7 @@ def _holds_array(value: Any) -> bool:
     return False
 
 
-def _named(leaves: list[Saved], table: Mapping[Any, Any]) -> list[Saved]:
+def _name_leaves(leaves: list[Saved], table: Mapping[Any, Any]) -> list[Saved]:
     """The leaves with the names of the name table."""
     out = []
     for saved in leaves:
@@ -374,10 +374,12 @@ def _refuse_lost(leaves: list[Saved], table: Mapping[Any, Any], shown: str) -> N
     held = {str(saved.path[0]) for saved in leaves}
     lost = [str(key)[:200] for key in table if str(key) not in held]
     if lost:
-        raise _malformed(f"{TABLE} names {len(lost)} tensors that the file does not hold: {lost[0]}", shown, lost[0])
+        raise _malformed_error(
+            f"{TABLE} names {len(lost)} tensors that the file does not hold: {lost[0]}", shown, lost[0]
+        )
 
 
-def _joined(leaves: list[Saved], slices: Mapping[Any, Any], shown: str) -> list[Saved]:
+def _join_slices(leaves: list[Saved], slices: Mapping[Any, Any], shown: str) -> list[Saved]:
     """The leaves with the parts of sliced arrays under their key, where the first part stood."""
     if not slices:
         return leaves
@@ -389,18 +391,18 @@ def _joined(leaves: list[Saved], slices: Mapping[Any, Any], shown: str) -> list[
         shape = info.get("OriginShape") if isinstance(info, dict) else None
         shape = tuple(shape) if isinstance(shape, list | tuple) else None
         if not isinstance(names, list) or not names or shape is None or any(type(n) is not int or n < 0 for n in shape):
-            raise _malformed(f"{SLICES} says nothing usable of its shape and parts", shown, str(key)[:200])
+            raise _malformed_error(f"{SLICES} says nothing usable of its shape and parts", shown, str(key)[:200])
         paths = [(str(name),) for name in names]
         missing = [path[0] for path in paths if path not in by_key]
         if missing or len(set(paths)) != len(paths):
-            raise _malformed(
+            raise _malformed_error(
                 f"parts of a sliced tensor are missing or named twice: {', '.join(missing)[:200]}",
                 shown,
                 str(key)[:200],
             )
         parts = [by_key[path] for path in paths]
         if sum(prod(part.shape) for part in parts) != prod(shape) or len({part.dtype for part in parts}) > 1:
-            raise _malformed(
+            raise _malformed_error(
                 f"the parts of a sliced tensor do not make up its shape {list(shape)}", shown, str(key)[:200]
             )
         arrays = tuple(a._replace(shape=(a.numel,), strides=None) for part in parts for a in part.parts)

@@ -200,7 +200,7 @@ def check_whole(tree: Tree, files: Sequence[RankFile], degrees: JobDegrees) -> N
                 tree.display(own[0].name),
             )
         have = {file.name for file in own}
-        missing += [name for name in _expected(own, degrees) if name not in have]
+        missing += [name for name in _expected_files(own, degrees) if name not in have]
     if missing:
         fault = Incomplete(
             f"{len(missing)} of {len(files) + len(missing)} ranks' files are missing: {', '.join(missing[:8])}",
@@ -212,7 +212,7 @@ def check_whole(tree: Tree, files: Sequence[RankFile], degrees: JobDegrees) -> N
         report_missing(fault, files=missing)
 
 
-def _expected(own: Sequence[RankFile], degrees: JobDegrees) -> Iterable[str]:
+def _expected_files(own: Sequence[RankFile], degrees: JobDegrees) -> Iterable[str]:
     """The names of all ranks' files of one kind."""
     first = own[0]
     sizes = {
@@ -318,7 +318,7 @@ def read_meta(tree: Tree) -> Meta:
     for key, (value, shown) in raw.items():
         found = _KEY.fullmatch(key)
         if found is None:
-            raise _malformed(f"a key {key[:60]!r}, want tpTT_ppPP or tpTT_ppPP_epEE", shown)
+            raise _malformed_error(f"a key {key[:60]!r}, want tpTT_ppPP or tpTT_ppPP_epEE", shown)
         at = (int(found[1]), int(found[2]), int(found[3] or 0))
         stages[at] = _stage(value, shown, degrees.get("sharding"))
     meta = Meta(degrees, stages, tuple(files))
@@ -347,7 +347,7 @@ def meta_json(degrees: JobDegrees, stages: Mapping[tuple[int, int, int], StageMe
     return json.dumps({"parallel_config": config, "sharding_metas": metas}).encode("ascii")
 
 
-def _malformed(what: str, shown: str, key: str | None = None) -> CorruptFile:
+def _malformed_error(what: str, shown: str, key: str | None = None) -> CorruptFile:
     return CorruptFile(what, code=MALFORMED, path=shown, key=key, hint="the file was edited or damaged: fetch it again")
 
 
@@ -355,10 +355,10 @@ def _mapping(value: Any, key: str, shown: str, kind: type = object) -> dict[str,
     """Member `key` of an object, an object itself whose values are of `kind`."""
     inner = value.get(key) if isinstance(value, dict) else None
     if not isinstance(inner, dict):
-        raise _malformed(f"{key} is missing, or no object", shown)
+        raise _malformed_error(f"{key} is missing, or no object", shown)
     for name, item in inner.items():
         if not isinstance(item, kind) or (kind is int and type(item) is not int):
-            raise _malformed(f"{key} holds a {type(item).__name__}, want {kind.__name__}", shown, name[:200])
+            raise _malformed_error(f"{key} holds a {type(item).__name__}, want {kind.__name__}", shown, name[:200])
     return inner
 
 
@@ -369,7 +369,7 @@ def _degrees(config: Mapping[str, Any], shown: str) -> dict[str, int]:
         if value is None:
             continue
         if type(value) is not int or not 0 <= value <= _MOST:
-            raise _malformed(f"{key} is {str(value)[:40]}, want a number of ranks", shown)
+            raise _malformed_error(f"{key} is {str(value)[:40]}, want a number of ranks", shown)
         out[dim] = max(value, 1)  # 0: without expert parallelism
     return out
 
@@ -392,16 +392,16 @@ def _stage(value: Any, shown: str, sharding: int | None) -> StageMeta:
     stated = value.get("sharding_strategy")
     strategy = _STRATEGIES.get(stated, "") if isinstance(stated, str) else ""
     if stated is not None and not strategy:
-        raise _malformed(f"sharding_strategy is {str(stated)[:40]!r}, want ShardingV1 or ShardingV2", shown)
+        raise _malformed_error(f"sharding_strategy is {str(stated)[:40]!r}, want ShardingV1 or ShardingV2", shown)
     return StageMeta(names, params, owners, strategy or (V1 if owners else ""), shown)
 
 
 def _param(name: str, item: list[Any], shown: str) -> Param:
     shape = item[0] if item else None
     if not isinstance(shape, list) or len(shape) > 16 or any(type(n) is not int or not 0 <= n < 1 << 48 for n in shape):
-        raise _malformed("param_meta states no usable shape", shown, name[:200])
+        raise _malformed_error("param_meta states no usable shape", shown, name[:200])
     if len(item) < 3 or type(item[1]) is not int or any(type(flag) is not bool for flag in item[2:4]):
-        raise _malformed("param_meta wants [shape, dtype, is_distributed, no_sync]", shown, name[:200])
+        raise _malformed_error("param_meta wants [shape, dtype, is_distributed, no_sync]", shown, name[:200])
     code = DTYPE_NUMBERS.get(item[1])
     return Param(tuple(shape), DTYPES[code] if code else None, item[2], len(item) > 3 and item[3])
 

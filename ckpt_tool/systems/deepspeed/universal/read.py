@@ -172,7 +172,7 @@ class UniversalReader:
                 dict.fromkeys((*names, *of_rank.values())), self._module_file
             )  # names those of the other ranks too
             raise
-        self._of_one_save(first, others)
+        self._check_one_save(first, others)
         for file in modules:
             self.shapes += [{} for _ in range(len(self.shapes), len(file.shapes or ()))]
             for mine, group in zip(self.shapes, file.shapes or (), strict=False):
@@ -196,14 +196,14 @@ class UniversalReader:
             first.fragments.items() if not of_rank else ()
         ):  # stage 2 keeps them whole, in the module too
             if name in first.frozen and TensorKey(name) not in self.tensors:
-                self.tensors[TensorKey(name)] = _shaped(TensorKey(name), array, first.frozen[name])
+                self.tensors[TensorKey(name)] = _shape_tensor(TensorKey(name), array, first.frozen[name])
 
     def _module_file(self, name: str) -> ModuleFile:
         file = read_module(self.tree, name)
         self._note(name, file)
         return file
 
-    def _of_one_save(self, first: ModuleFile, others: Sequence[ModuleFile], *, alike: bool = False) -> None:
+    def _check_one_save(self, first: ModuleFile, others: Sequence[ModuleFile], *, alike: bool = False) -> None:
         """Raise InconsistentCheckpoint E0359 for module files of another step; alike: or of another model."""
         faults = []
         for file in others:
@@ -254,7 +254,7 @@ class UniversalReader:
                 faults=gone[8:],
             )
         files = [first, *read_each([of_rank[rank] for rank in range(1, count)], self._module_file)]
-        self._of_one_save(first, files[1:], alike=True)
+        self._check_one_save(first, files[1:], alike=True)
         for name, shape in first.frozen.items():
             chunks: list[Chunk] = []
             for rank, file in enumerate(files):
@@ -340,7 +340,9 @@ class UniversalReader:
                     continue
                 key = TensorKey(name, MASTER if state == "fp32" else state)
                 shape = shapes.get(name) if state != STEP else None
-                self.tensors[key] = _shaped(key, array, shape if shape is not None else self._own_shape(name, array))
+                self.tensors[key] = _shape_tensor(
+                    key, array, shape if shape is not None else self._own_shape(name, array)
+                )
         if copies:
             self.notes.append(
                 Note(
@@ -429,7 +431,7 @@ def _differ(a: StoredArray, b: StoredArray) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and (a.path, a.offset) != (b.path, b.offset)
 
 
-def _shaped(key: TensorKey, array: StoredArray, shape: Shape) -> LogicalTensor:
+def _shape_tensor(key: TensorKey, array: StoredArray, shape: Shape) -> LogicalTensor:
     """A tensor of `shape` over an array of that shape, or a flat one. Raises InconsistentCheckpoint E0359."""
     if array.shape != shape and (len(array.shape) != 1 or array.numel != prod(shape)):
         what = f"{key.state} has shape {list(array.shape)}, the parameter {list(shape)}"

@@ -186,7 +186,7 @@ class _UniversalWriter:
         """Every file below the step's folder."""
         for name, rows in self.folders.items():
             yield from self._folder(name, rows)
-        top = {**self._made(), **{key: item for key, item in self.extras.items() if key not in OWN_KEYS}}
+        top = {**self._required_keys(), **{key: item for key, item in self.extras.items() if key not in OWN_KEYS}}
         yield self._optimizer_state()
         yield self._module(top)
         skeleton = {**top, "module": OrderedMap(), **self._lists()}
@@ -216,7 +216,7 @@ class _UniversalWriter:
     def _record(self) -> Recorded:
         hidden = {key: item for key, item in self.extras.items() if key in OWN_KEYS}
         hints, _ = writable(self.wanted.hints.without(Globals).plain)
-        made = tuple(key for key in self._made() if key not in self.extras)
+        made = tuple(key for key in self._required_keys() if key not in self.extras)
         folders: dict[tuple[str, ...], list[str]] = {}
         for name, rows in self.folders.items():
             step = () if self._made_step(name) is None else (STEP,)
@@ -225,7 +225,7 @@ class _UniversalWriter:
         step_of = "tensor" if self.own_steps else "group"
         return Recorded(hidden, made, hints, step_of, frozenset(self.repeats), known)
 
-    def _made(self) -> dict[str, Any]:
+    def _required_keys(self) -> dict[str, Any]:
         """Keys of the module file that DeepSpeed asks for, from what the source has."""
         extras = self.extras
         steps = extras.get("global_steps", extras.get("iteration"))

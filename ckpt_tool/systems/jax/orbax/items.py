@@ -224,7 +224,7 @@ def read_item(tree: Tree, step: OrbaxStep, name: str) -> OrbaxItem:
     raw = strict_json.parse(tree.read_whole(path, limit=_LIMIT), path=tree.display(path), limit=_VALUES)
     rows = raw.get("tree_metadata") if isinstance(raw, dict) else None
     if not isinstance(rows, dict):
-        raise _damaged(tree, path, "it has no tree_metadata")
+        raise _damaged_error(tree, path, "it has no tree_metadata")
     leaves = tuple(_leaf(tree, path, key, row) for key, row in rows.items())
     _check_names(tree, path, leaves)
     stores_fill = raw.get("store_array_data_equal_to_fill_value")
@@ -245,12 +245,12 @@ def _check_names(tree: Tree, path: str, leaves: Sequence[OrbaxLeaf]) -> None:
     stored = [leaf for leaf in leaves if leaf.kind not in EMPTY]
     for leaf in stored:
         if leaf.stored in seen:
-            raise _damaged(tree, path, f"two leaves are called {leaf.stored[:200]!r}")
+            raise _damaged_error(tree, path, f"two leaves are called {leaf.stored[:200]!r}")
         seen.add(leaf.stored)
     spelled = [tuple(map(str, leaf.path)) for leaf in stored]
     branches = {each[:depth] for each in spelled for depth in range(1, len(each))}
     if (above := next((each for each in spelled if each in branches), None)) is not None:
-        raise _damaged(tree, path, f"{'.'.join(above)[:200]!r} is a leaf, and others are below it")
+        raise _damaged_error(tree, path, f"{'.'.join(above)[:200]!r} is a leaf, and others are below it")
 
 
 def _leaf(tree: Tree, path: str, shown: str, row: Any) -> OrbaxLeaf:
@@ -259,23 +259,23 @@ def _leaf(tree: Tree, path: str, shown: str, row: Any) -> OrbaxLeaf:
         kind = row["value_metadata"]["value_type"]
         write_shape = row["value_metadata"].get("write_shape")
     except (KeyError, TypeError, AttributeError):
-        raise _damaged(tree, path, f"the row of {shown[:200]} lacks a field") from None
+        raise _damaged_error(tree, path, f"the row of {shown[:200]} lacks a field") from None
     path_keys: list[str | int] = []
     for key, key_type in keys:
         if type(key) is not str or key_type not in (SEQUENCE, DICT) or (key_type == SEQUENCE and not numeral(key)):
-            raise _damaged(
+            raise _damaged_error(
                 tree, path, f"a key of {shown[:200]} is not one: {str(key)[:80]} of type {str(key_type)[:20]}"
             )
         path_keys.append(int(key) if key_type == SEQUENCE else key)
     if not 0 < len(path_keys) <= DEEPEST or type(kind) is not str:
-        raise _damaged(tree, path, f"the row of {shown[:200]} names no leaf")
+        raise _damaged_error(tree, path, f"the row of {shown[:200]} names no leaf")
     is_shape = isinstance(write_shape, list) and all(type(extent) is int and extent >= 0 for extent in write_shape)
     if write_shape is not None and not is_shape:
-        raise _damaged(tree, path, f"write_shape of {shown[:200]} is no list of sizes")
+        raise _damaged_error(tree, path, f"write_shape of {shown[:200]} is no list of sizes")
     return OrbaxLeaf(tuple(path_keys), kind, None if write_shape is None else tuple(write_shape))
 
 
-def _damaged(tree: Tree, path: str, message: str) -> CorruptFile:
+def _damaged_error(tree: Tree, path: str, message: str) -> CorruptFile:
     return CorruptFile(message, code=DAMAGED, path=tree.display(path), hint="fetch the checkpoint again")
 
 
@@ -288,14 +288,14 @@ def strings(tree: Tree, item: OrbaxItem) -> dict[str, str]:
     raw = strict_json.parse(tree.read_whole(path, limit=_JSON_LIMIT), path=tree.display(path))
     strays = sorted(set(_names_of_texts(raw)).difference(wanted))
     if strays:
-        raise _damaged(tree, path, f"the text {strays[0][:200]!r} is stored, and {METADATA} names no such leaf")
+        raise _damaged_error(tree, path, f"the text {strays[0][:200]!r} is stored, and {METADATA} names no such leaf")
     found = {}
     for name in wanted:
         value = raw
         for step in name.split("/"):
             value = value.get(step) if isinstance(value, dict) else None
         if not isinstance(value, str):
-            raise _damaged(tree, path, f"it has no text for {name[:200]}")
+            raise _damaged_error(tree, path, f"it has no text for {name[:200]}")
         found[name] = value
     return found
 
@@ -321,7 +321,7 @@ def keys_of_prngs(tree: Tree, item: OrbaxItem) -> dict[str, str]:
         rows = [row["array_metadata"] for row in strict_json.parse(raw, path=tree.display(path))["array_metadatas"]]
         found = {row["param_name"]: row["ext_metadata"][_KEY] for row in rows if _KEY in (row["ext_metadata"] or {})}
     except (KeyError, TypeError):
-        raise _damaged(tree, path, "a row of it lacks a field") from None
+        raise _damaged_error(tree, path, "a row of it lacks a field") from None
     return {str(name): str(kind) for name, kind in found.items()}
 
 
@@ -350,7 +350,7 @@ def step_metadata(tree: Tree, step: OrbaxStep) -> Mapping[str, Any]:
         return {}
     raw = strict_json.parse(tree.read_whole(path, limit=_JSON_LIMIT), path=tree.display(path))
     if not isinstance(raw, dict):
-        raise _damaged(tree, path, "it is no object")
+        raise _damaged_error(tree, path, "it is no object")
     return raw
 
 

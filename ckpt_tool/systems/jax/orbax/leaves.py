@@ -85,7 +85,7 @@ def fitted(tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], hints: H
     nbytes = sum(tensor.nbytes for _, tensor in steps)
     count = (hints.get(Trees) or OPTAX).count
     entry = {"state": STEP, "tensors": len(steps), "bytes": nbytes}
-    if _at(extras, count) is not _GONE:
+    if _value_at(extras, count) is not _GONE:
         dropped.append({**entry, "reason": "the optimizer's own count says it for all"})
         return Fitted(tuple(rest), dropped=tuple(dropped), unlisted=unlisted)
     index, first = steps[0]
@@ -116,7 +116,7 @@ def _is_scalar(shape: tuple[int, ...], dtype: DType) -> bool:
 def laid_out(wanted: Wanted) -> LaidLeaf:
     """Every leaf of the output. Raises UsageError E2757 where two want one place."""
     hint = wanted.hints.get(Trees)
-    laid = LaidLeaf(hint or _at_home(wanted))
+    laid = LaidLeaf(hint or _system_trees(wanted))
     extras: dict[str, Any] = dict(wanted.extras)
     if hint is not None:
         laid.json = {name: extras.pop(name) for name in hint.json if name in extras and hint.items}
@@ -136,7 +136,7 @@ def laid_out(wanted: Wanted) -> LaidLeaf:
     return laid
 
 
-def _at_home(wanted: Wanted) -> Trees:
+def _system_trees(wanted: Wanted) -> Trees:
     """Where the system whose names they are hangs its leaves."""
     system = (wanted.hints.dialect or "").partition("-")[0]
     if system == "gemma" and all(tensor.key.state == MODEL for tensor in wanted.tensors):
@@ -155,7 +155,7 @@ def _rows(wanted: Wanted, hint: Trees, extras: Mapping[str, Any], *, known: bool
             rows.append(LeafRow(path, _ARRAY, places[path]))
         elif kind in EMPTY:
             rows.append(LeafRow(path, kind, None))
-        elif (value := _at(extras, path)) is not _GONE and (row := _plain(path, value, dtype, kind)) is not None:
+        elif (value := _value_at(extras, path)) is not _GONE and (row := _plain(path, value, dtype, kind)) is not None:
             rows.append(row)
             used.add(path)
     placed = set(places.values())
@@ -224,7 +224,7 @@ def _check(rows: Sequence[LeafRow], wanted: Wanted) -> None:
             )
 
 
-def _at(extras: Any, path: Path) -> Any:
+def _value_at(extras: Any, path: Path) -> Any:
     """The plain value at a path, `_GONE` where there is none."""
     for step in path:
         if isinstance(extras, Mapping) and (step in extras or str(step) in extras):

@@ -111,7 +111,7 @@ def name_leaves(paths: Sequence[Path], plain: Sequence[bool]) -> NamedLeaf:
         paths = [_without_value(path) for path in paths]
     model = {path[len(root) :]: i for i, path in enumerate(paths) if path[: len(root)] == root} if root else {}
     side = [_rest(path, 0, root) for path in paths if len(path) > 1 and _side(path)]
-    names = {rest: _dotted(rest) for rest in (*model, *side)}
+    names = {rest: _join_path(rest) for rest in (*model, *side)}
     trained = bool(root or side) or any(str(path[0]).lower() in _OPTIMIZERS for path in paths)
     muon = {path[:-1] for path in paths if path[-1] == _MUON}
     keys: list[TensorKey | None] = []
@@ -120,7 +120,7 @@ def name_leaves(paths: Sequence[Path], plain: Sequence[bool]) -> NamedLeaf:
         found = _key(path, root, names, muon)
         if found is None:
             bare = not trained and not (plain[i] and len(path) == 1)
-            found = (TensorKey(_dotted(path), MODEL if bare else EXTRAS), None)
+            found = (TensorKey(_join_path(path), MODEL if bare else EXTRAS), None)
             if plain[i] and not bare:
                 keys.append(None)
                 continue
@@ -172,18 +172,18 @@ def _key(
         return TensorKey(names[path[len(root) :]]), None
     side = _side(path) if len(path) > 1 else None
     if side is not None:
-        return TensorKey(_dotted(_rest(path, 0, root)), side), None
+        return TensorKey(_join_path(_rest(path, 0, root)), side), None
     if str(path[0]).lower() not in _OPTIMIZERS:
         return None
     for at, step in enumerate(path[1:-1], start=1):
         rest = _rest(path, at, root)
         if (rest in names and not numeral(step)) or (step in STATES and rest and rest[:-1] not in names):
             state = _MOMENTUM if step == "mu" and path[:at] in muon else STATES.get(str(step), str(step))
-            return TensorKey(_dotted(rest), state), path[:at]
+            return TensorKey(_join_path(rest), state), path[:at]
     return None
 
 
-def _dotted(path: Path) -> str:
+def _join_path(path: Path) -> str:
     return ".".join(map(str, path))
 
 
@@ -199,7 +199,7 @@ def _distinct(keys: list[TensorKey | None], paths: Sequence[Path]) -> tuple[list
         if key in seen:
             if loses_one(key, paths[seen[key]], paths[i]):
                 faults[key] = refuse_one_name(key, paths[seen[key]], paths[i])
-            own = TensorKey(_dotted(paths[i]), EXTRAS)
+            own = TensorKey(_join_path(paths[i]), EXTRAS)
             notes.append(
                 Note("N-same-name", f"two leaves claim one name: {own.name} is kept as an extra", key=str(key))
             )

@@ -105,7 +105,7 @@ class _Gguf:
             tensors,
             files=tuple(header.path for header in headers),
             sidefiles=side_files(tree) if tree.single is None else (),
-            hints=Hints.of(_stated(headers)),
+            hints=Hints.of(_merge_metadata(headers)),
         )
 
     def hashed(self, tree: Tree) -> frozenset[str]:
@@ -135,7 +135,7 @@ class _Gguf:
 FORMAT = _Gguf()
 
 
-def _stated(headers: Sequence[Header]) -> Stated:
+def _merge_metadata(headers: Sequence[Header]) -> Stated:
     """The metadata of all files but what they say of the split: that of the first, as a rule."""
     values: dict[str, Any] = {}
     long: dict[str, int] = {}

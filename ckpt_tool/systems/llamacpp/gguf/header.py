@@ -205,7 +205,7 @@ def _read(window: _FileFront) -> Header:
     rows = _rows(window, count)
     data = window.at + _padding_of(window.at, alignment)
     _check_front_padding(window, data)
-    tensors = _placed(window, rows, data, alignment)
+    tensors = _check_places(window, rows, data, alignment)
     paddings = _check_packed(window, tensors, data, alignment)
 
     return Header(window.path, version, window.order == ">", entries, tensors, data, paddings)
@@ -329,7 +329,7 @@ def _rows(window: _FileFront, count: int) -> list[Info]:
     return rows
 
 
-def _placed(window: _FileFront, rows: list[Info], data: int, alignment: int) -> tuple[Info, ...]:
+def _check_places(window: _FileFront, rows: list[Info], data: int, alignment: int) -> tuple[Info, ...]:
     """The tensors where they lie in the file. Raises for those that lie beyond its end, unaligned, or over others."""
     faults: list[CkptError] = []
     for row in rows:

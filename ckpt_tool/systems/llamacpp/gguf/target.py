@@ -107,7 +107,7 @@ def _groups(tensors: Sequence[WantedTensor], limit: int) -> list[range]:
     return [range(a, b) for a, b in zip(starts, (*starts[1:], len(tensors)), strict=True)]
 
 
-def _padded(nbytes: int) -> int:
+def _pad(nbytes: int) -> int:
     return ceil_div(nbytes, DEFAULT_ALIGNMENT) * DEFAULT_ALIGNMENT
 
 
@@ -123,8 +123,8 @@ def _file(name: str, pairs: Mapping[str, bytes], tensors: Sequence[WantedTensor]
         dims = tensor.dtype.elements(tensor.shape)[::-1]
         head.append(_text(tensor.key.name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind.number, at))
         places.append((number, at))
-        at += _padded(tensor.nbytes)
+        at += _pad(tensor.nbytes)
     literal = b"".join(head)
-    data = _padded(len(literal))
+    data = _pad(len(literal))
     arrays = [TargetArray(number, whole(tensors[number].shape), data + offset) for number, offset in places]
     return TargetFile(name, data + at, ((0, literal),), arrays)

@@ -109,7 +109,7 @@ def tokenizer_pairs(files: TokenizerFiles, architecture: str) -> tuple[list[Pair
         return [], [_without("the config states no vocabulary")]
     out: list[Pair] = []
     if files.pieces is not None and architecture not in _BPE_ALWAYS and not _is_bpe(files, architecture):
-        found = _of_pieces(files, size, architecture)
+        found = _read_pieces(files, size, architecture)
         space = (files.settings or {}).get("add_prefix_space")
         if architecture == "llama" and isinstance(space, bool):
             out.append(("tokenizer.ggml.add_space_prefix", "BOOL", space))
@@ -130,7 +130,7 @@ def tokenizer_pairs(files: TokenizerFiles, architecture: str) -> tuple[list[Pair
     pre = _pre_tokenizer(files.tokenizer or {})
     if pre is None:
         return [], [_without("its pre-tokenizer splits texts by none of the expressions that are known here")]
-    found = _of_bpe(files, model, size)
+    found = _read_bpe(files, model, size)
     out += [("tokenizer.ggml.model", "STRING", "gpt2"), ("tokenizer.ggml.pre", "STRING", pre)]
     out += [("tokenizer.ggml.tokens", "STRING", found.tokens), ("tokenizer.ggml.token_type", "INT32", found.kinds)]
     return [*out, ("tokenizer.ggml.merges", "STRING", _merges(model)), *_special(files, None)], []
@@ -180,15 +180,15 @@ def _regex(step: Mapping[str, Any]) -> str | None:
     return regex if isinstance(regex, str) else None
 
 
-def _of_bpe(files: TokenizerFiles, model: Mapping[str, Any], size: int) -> _Vocabulary:
+def _read_bpe(files: TokenizerFiles, model: Mapping[str, Any], size: int) -> _Vocabulary:
     tokens: list[str | bytes] = [f"[PAD{number}]" for number in range(size)]
     kinds = [UNUSED] * size
     vocab = model.get("vocab")
     for text, number in vocab.items() if isinstance(vocab, Mapping) else ():
-        _at(number, size, text)
+        _check_number(number, size, text)
         tokens[number], kinds[number] = text, NORMAL
-    for number, text, special in _added(files):
-        _at(number, size, text)
+    for number, text, special in _list_added(files):
+        _check_number(number, size, text)
         if special or looks_special(text):
             tokens[number], kinds[number] = text, CONTROL
         else:
@@ -196,7 +196,7 @@ def _of_bpe(files: TokenizerFiles, model: Mapping[str, Any], size: int) -> _Voca
     return _Vocabulary(tokens, [], kinds)
 
 
-def _added(files: TokenizerFiles) -> Iterator[tuple[int, str, bool]]:
+def _list_added(files: TokenizerFiles) -> Iterator[tuple[int, str, bool]]:
     """(number, text, special) of what was added to the vocabulary, by both files that say so."""
     rows = {}
     listed = (files.tokenizer or {}).get("added_tokens")
@@ -236,7 +236,7 @@ def looks_special(text: str) -> bool:
     )
 
 
-def _at(number: object, size: int, text: str) -> None:
+def _check_number(number: object, size: int, text: str) -> None:
     if type(number) is not int or not 0 <= number < size:
         raise UsageError(
             f"the token {text[:60]!r} has number {str(number)[:40]}, the vocabulary has {size} rows",
@@ -248,7 +248,7 @@ def _at(number: object, size: int, text: str) -> None:
 # -- SentencePiece -----------------------------------------------------------------------------------------------------
 
 
-def _of_pieces(files: TokenizerFiles, size: int, architecture: str) -> _Vocabulary:
+def _read_pieces(files: TokenizerFiles, size: int, architecture: str) -> _Vocabulary:
     tokens: list[str | bytes] = [f"[PAD{number}]" for number in range(size)]
     scores = [-10000.0] * size
     kinds = [UNUSED] * size
@@ -260,8 +260,8 @@ def _of_pieces(files: TokenizerFiles, size: int, architecture: str) -> _Vocabula
         if type(place) is int and 0 <= place < size:
             tokens[place], scores[place], kinds[place] = word, -1000.0, USER
     phi = architecture == "phi3"
-    rows = list(_added(TokenizerFiles(settings=files.settings)))
-    for place, word, special in [*rows, *(_added(TokenizerFiles(tokenizer=files.tokenizer)) if phi else ())]:
+    rows = list(_list_added(TokenizerFiles(settings=files.settings)))
+    for place, word, special in [*rows, *(_list_added(TokenizerFiles(tokenizer=files.tokenizer)) if phi else ())]:
         if 0 <= place < size:
             control = special or (not phi and looks_special(word))
             kinds[place], scores[place] = CONTROL if control else USER, -1000.0
@@ -347,11 +347,11 @@ def _like_pieces(files: TokenizerFiles, model: Mapping[str, Any], size: int) -> 
     kinds = [UNUSED] * size
     special = _named_special(files.settings or {})
     for text, number in vocab.items():
-        _at(number, size, text)
+        _check_number(number, size, text)
         kind = BYTE if _BYTE.fullmatch(text) else CONTROL if text in special else NORMAL
         tokens[number], scores[number], kinds[number] = text, merged.get(text, -1000.0), kind
-    for number, text, _ in _added(files):
-        _at(number, size, text)
+    for number, text, _ in _list_added(files):
+        _check_number(number, size, text)
         if text not in vocab:
             tokens[number], kinds[number] = text, CONTROL if text in special else USER
     out: list[Pair] = []
@@ -436,7 +436,7 @@ def _special(files: TokenizerFiles, size: int | None) -> Iterator[Pair]:
     ids = dict[str, int]()
     adds = dict[str, bool]()
     if files.tokenizer is not None:
-        found = _by_template(files.tokenizer, dict(files.settings or {}))
+        found = _read_template(files.tokenizer, dict(files.settings or {}))
         adds = found.adds
         settings = found.words
         kinds = (*kinds, *(kind for kind in ("eot", "eom") if f"{kind}_token" in settings))
@@ -470,7 +470,7 @@ def _note(ids: dict[str, int], kind: str, number: object, size: int | None) -> N
         ids.setdefault(kind, number)
 
 
-def _by_template(tokenizer: Mapping[str, Any], settings: dict[str, Any]) -> _Special:
+def _read_template(tokenizer: Mapping[str, Any], settings: dict[str, Any]) -> _Special:
     """What the post-processor puts around a text."""
     adds: dict[str, bool] = {}
     for kind, other in (("bos", "cls"), ("eos", "sep")):

@@ -86,7 +86,7 @@ def tokenizer_files(stated: Mapping[str, Any]) -> tuple[dict[str, bytes], list[s
         if kind == "gpt2":
             made, lines = _byte_level(stated, vocabulary)
         elif kind == "llama":
-            made, lines = _of_pieces(stated, vocabulary)
+            made, lines = _write_pieces(stated, vocabulary)
         else:
             raise _Unfit(f"a tokenizer of llama.cpp's kind {str(kind)[:40]!r} has no such form here")
         words = _special(stated, vocabulary)
@@ -101,7 +101,7 @@ def tokenizer_files(stated: Mapping[str, Any]) -> tuple[dict[str, bytes], list[s
     return data, [UNSAID, *lines]
 
 
-def _listed(stated: Mapping[str, Any], name: str, kind: type, length: int | None = None) -> list[Any]:
+def _checked_list(stated: Mapping[str, Any], name: str, kind: type, length: int | None = None) -> list[Any]:
     """A list of the metadata. Raises _Unfit for another length, or what is of another type."""
     key = f"tokenizer.ggml.{name}"
     found = stated.get(key)
@@ -113,8 +113,8 @@ def _listed(stated: Mapping[str, Any], name: str, kind: type, length: int | None
 
 
 def _vocabulary(stated: Mapping[str, Any]) -> _TokenTable:
-    tokens = _listed(stated, "tokens", str)
-    kinds = _listed(stated, "token_type", int, len(tokens))
+    tokens = _checked_list(stated, "tokens", str)
+    kinds = _checked_list(stated, "token_type", int, len(tokens))
     if not 0 < len(tokens) <= MOST:
         raise _Unfit(f"{len(tokens)} tokens")
     numbers: dict[str, int] = {}
@@ -159,7 +159,7 @@ def _byte_level(stated: Mapping[str, Any], vocabulary: _TokenTable) -> tuple[dic
     name = _ALIKE.get(str(pre), str(pre))
     if name not in _SPLITS:
         raise _Unfit(f"the expressions that the pre-tokenizer {str(pre)[:40]!r} mean is not known here")
-    merges = _listed(stated, "merges", str)
+    merges = _checked_list(stated, "merges", str)
     for number, merge in enumerate(merges):
         left, _, right = merge.partition(" ")
         if not {left, right, left + right} <= vocabulary.numbers.keys():
@@ -183,10 +183,10 @@ def _bytes(*, use_regex: bool) -> dict[str, Any]:
 # -- SentencePiece -----------------------------------------------------------------------------------------------------
 
 
-def _of_pieces(stated: Mapping[str, Any], vocabulary: _TokenTable) -> tuple[dict[str, Any], list[str]]:
+def _write_pieces(stated: Mapping[str, Any], vocabulary: _TokenTable) -> tuple[dict[str, Any], list[str]]:
     numbers = vocabulary.numbers
     kinds = vocabulary.kinds
-    scores = _listed(stated, "scores", float, len(kinds))
+    scores = _checked_list(stated, "scores", float, len(kinds))
     whole = {text: n for text, n in numbers.items() if kinds[n] == NORMAL}
     long = next((n for text, n in whole.items() if len(text) > LONGEST), None)
     if long is not None:

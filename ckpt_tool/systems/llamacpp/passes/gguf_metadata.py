@@ -40,11 +40,11 @@ def with_metadata(chosen: Chosen, job: Conversion) -> Chosen:
     """`chosen` with the metadata that its output has. Raises UsageError, InputError as readers do."""
     notes: list[str] = []
     if chosen.sources[0].catalog.format == job.fmt.name and chosen.hints is None:
-        found, notes = _of_source(chosen)
+        found, notes = _pairs_of_source(chosen)
     elif chosen.all_hints.dialect == job.fmt.holds.dialect and chosen.config is not None:
-        found, notes = _of_config(chosen.config, chosen)
+        found, notes = _pairs_of_config(chosen.config, chosen)
         found |= {FILE_TYPE: b""}
-        chosen = _with_rope(chosen, job)
+        chosen = _add_rope(chosen, job)
     else:
         return chosen
     if FILE_TYPE in found and (job.writing.of(GgufOptions).gguf_type or not found[FILE_TYPE]):
@@ -67,12 +67,12 @@ def _file_type(chosen: Chosen, job: Conversion) -> int:
     return FILE_TYPES.get(max(sizes, key=lambda name: sizes[name], default=""), 0)
 
 
-def _of_config(config: Mapping[str, Any], chosen: Chosen) -> tuple[dict[str, bytes], list[str]]:
+def _pairs_of_config(config: Mapping[str, Any], chosen: Chosen) -> tuple[dict[str, bytes], list[str]]:
     pairs, notes = metadata(config)
     more, lost = tokenizer_pairs(_tokenizer(config, chosen.sources[0]), pairs[0][2])
     fewer = _fewer_layers(chosen, {key: value for key, _, value in pairs})
     found = {key: pair(kind, _cut(key, value, fewer)) for key, kind, value in (*pairs, *more)}
-    return found, [*notes, *lost, *_said(fewer)]
+    return found, [*notes, *lost, *_describe_fewer(fewer)]
 
 
 def _tokenizer(config: Mapping[str, Any], opened: Opened) -> TokenizerFiles:
@@ -110,7 +110,7 @@ def hub_tokenizer(opened: Opened) -> tuple[dict[str, bytes], list[str]]:
     return tokenizer_files(found)
 
 
-def _with_rope(chosen: Chosen, job: Conversion) -> Chosen:
+def _add_rope(chosen: Chosen, job: Conversion) -> Chosen:
     """`chosen` with the factors of Llama 3's rope, which llama.cpp reads as a tensor."""
     factors = rope_factors(chosen.config or {})
     if factors is None or ROPE in {row.tensor.key.name for row in chosen.stored}:
@@ -124,7 +124,7 @@ def _with_rope(chosen: Chosen, job: Conversion) -> Chosen:
     return replace(out, casts={**out.casts, TensorKey(ROPE): DTYPES["F32"]})
 
 
-def _of_source(chosen: Chosen) -> tuple[dict[str, bytes], list[str]]:
+def _pairs_of_source(chosen: Chosen) -> tuple[dict[str, bytes], list[str]]:
     """The pairs of a GGUF source as they lie there, but those of its split and alignment, and of layers that go."""
     tree = chosen.sources[0].tree
     headers = [read_header(tree, path) for path in chosen_model(tree).files]
@@ -141,7 +141,7 @@ def _of_source(chosen: Chosen) -> tuple[dict[str, bytes], list[str]]:
             elif entry.inner != ARRAY:  # nobody writes arrays in arrays
                 kind = entry.inner if entry.kind == ARRAY else entry.kind
                 found[key] = pair(name_of(kind), _cut(key, value_of(tree, header, key), fewer))
-    return found, _said(fewer)
+    return found, _describe_fewer(fewer)
 
 
 # -- layers that were removed ------------------------------------------------------------------------------------------
@@ -191,5 +191,5 @@ def _cut(key: str, value: Any, fewer: _Fewer | None) -> Any:
     return value[: fewer.after] if isinstance(value, list | tuple) and fewer.of_layers(key, len(value)) else value
 
 
-def _said(fewer: _Fewer | None) -> list[str]:
+def _describe_fewer(fewer: _Fewer | None) -> list[str]:
     return [f"{fewer.key} is {fewer.after}, not {fewer.before}: the last layers are removed"] if fewer else []

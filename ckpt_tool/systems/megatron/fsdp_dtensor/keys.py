@@ -63,12 +63,12 @@ def parse(fqn: str) -> FsdpKey | None:
     """The key of a tensor of the model or the optimizer, None for any other. Raises InputError E2007."""
     found = _MODEL_KEY.fullmatch(fqn)
     if found is not None:
-        return _parsed(found[2], MODEL, found[1])
+        return _parse_local(found[2], MODEL, found[1])
     found = _STATE_KEY.fullmatch(fqn)
-    return _parsed(found[2], found[3], found[1]) if found is not None else None
+    return _parse_local(found[2], found[3], found[1]) if found is not None else None
 
 
-def _parsed(local: str, state: str, wrappers: str) -> FsdpKey:
+def _parse_local(local: str, state: str, wrappers: str) -> FsdpKey:
     whole, part = apart(local)
     return FsdpKey(TensorKey(logical(whole), state), wrappers, whole, part)
 

@@ -103,7 +103,7 @@ class _MegatronFsdpReading:
         facts = facts_of(arguments(extras))
         tensors = self._tensors()
         self._check_stages(tensors, facts.pp, facts.layers)
-        tensors = dict(self._in_order(tensors, extras))
+        tensors = dict(self._order_rows(tensors, extras))
         tensors = _without_padding(tensors, extras.pop(OURS, None))
         apart = self._optimizer(extras, tensors)
         self._rng(extras, facts.degrees)
@@ -199,7 +199,7 @@ class _MegatronFsdpReading:
                 hint="the other stages' layers are in no file: save with one pipeline stage, or as torch_dist",
             )
 
-    def _in_order(
+    def _order_rows(
         self, tensors: Mapping[TensorKey, LogicalTensor], extras: Mapping[str, Any]
     ) -> Iterator[tuple[TensorKey, LogicalTensor]]:
         """The tensors with the rows of halves and sections together: where a tensor is stored whole, its rows are what
@@ -220,7 +220,7 @@ class _MegatronFsdpReading:
                 for rank in range(size)
                 for piece in pieces(rule, tensor.shape, rank, size)
             ]
-            yield key, tensor._replace(chunks=tuple(_rearranged(tensor.chunks, moves)))
+            yield key, tensor._replace(chunks=tuple(_rearrange_chunks(tensor.chunks, moves)))
 
     # -- plain values --------------------------------------------------------------------------------------------------
 
@@ -324,7 +324,7 @@ def _without_padding(tensors: dict[TensorKey, LogicalTensor], ours: Any) -> dict
     return {key: first_rows(t, rows) if key in own else t for key, t in tensors.items()}
 
 
-def _rearranged(chunks: Iterable[Chunk], moves: Sequence[tuple[Box, Box]]) -> Iterator[Chunk]:
+def _rearrange_chunks(chunks: Iterable[Chunk], moves: Sequence[tuple[Box, Box]]) -> Iterator[Chunk]:
     """The chunks of a tensor whose boxes (stored, whole) lie elsewhere in the whole."""
     for chunk in chunks:
         for stored, box in moves:

@@ -89,7 +89,7 @@ def fsdp_target(wanted: Wanted) -> Target:
     return _MegatronFsdpWriting(wanted).target()
 
 
-def _undivided(number: int, shape: tuple[int, ...]) -> TensorShare:
+def _undivided_share(number: int, shape: tuple[int, ...]) -> TensorShare:
     """A tensor that rank 0 stores whole."""
     return TensorShare(number, (StoredItem(whole(shape), (0,) * len(shape), shape, 0),))
 
@@ -167,7 +167,7 @@ class _MegatronFsdpWriting:
         self.notes += notes if rows != have else ()
         return (rows, kept) if rows and rows > have else (None, None)
 
-    def _padded(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def _pad_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape in the files."""
         if self.rows is None or not is_vocabulary(name) or shape[:1] != (self.kept,):
             return shape
@@ -224,7 +224,7 @@ class _MegatronFsdpWriting:
         fqn = self._add(dotted(path))
         if isinstance(value, NestingSlot):
             shape = self.wanted.tensors[value.number].shape
-            self.items.tensor(fqn, path, shape, [_undivided(value.number, shape)], self.folder)
+            self.items.tensor(fqn, path, shape, [_undivided_share(value.number, shape)], self.folder)
         elif isinstance(value, Known):
             self.items.known(fqn, path, tuple(value.shape), value.dtype, value.data, self.folder)
         else:
@@ -237,7 +237,7 @@ class _MegatronFsdpWriting:
         local = spelled(name, self.hints, self.model)
         shape = self.model[name].shape if name in self.model else tensor.shape
         own = tensor.shape != shape  # a step, a row's or column's statistics
-        for stored in self._stored(name, self._padded(name, shape)):
+        for stored in self._find_stored_keys(name, self._pad_shape(name, shape)):
             if state == MODEL:
                 fqn = model_key(local, self.hints, stored.part)
                 path: tuple[str | int, ...] = ("model", fqn.removeprefix("model."))
@@ -246,7 +246,9 @@ class _MegatronFsdpWriting:
                 path = ("optimizer", "state", fqn.removeprefix(STATES).removesuffix(f".{state}"), state)
             self._check(fqn, tensor, stored.part, own=own)
             if own:  # each half has a step, and nothing else that is not its parameter's shape
-                self.items.tensor(self._add(fqn), path, tensor.shape, [_undivided(number, tensor.shape)], self.folder)
+                self.items.tensor(
+                    self._add(fqn), path, tensor.shape, [_undivided_share(number, tensor.shape)], self.folder
+                )
             else:
                 share = TensorShare(number, tuple(self._items(number, stored)))
                 self.items.tensor(self._add(fqn), path, stored.shape, [share], self.folder)
@@ -258,15 +260,15 @@ class _MegatronFsdpWriting:
         if made is None or made.key != tensor.key or made.part != part or (own and part and tensor.shape):
             raise unheld("megatron-fsdp", tensor, self.wanted.tensors)
 
-    def _stored(self, name: str, shape: tuple[int, ...]) -> list[_StoredKey]:
+    def _find_stored_keys(self, name: str, shape: tuple[int, ...]) -> list[_StoredKey]:
         """What is stored of a tensor, by key. Decided once for those of one shape in all layers, of all experts."""
         template = ".".join("*" if word.isdecimal() else word for word in name.split("."))
         found = self._cuts.get((template, shape))
         if found is None:
-            found = self._cuts[template, shape] = list(self._apart(name, shape))
+            found = self._cuts[template, shape] = list(self._split_keys(name, shape))
         return found
 
-    def _apart(self, name: str, shape: tuple[int, ...]) -> Iterator[_StoredKey]:
+    def _split_keys(self, name: str, shape: tuple[int, ...]) -> Iterator[_StoredKey]:
         rule = self.job.rule(name, len(shape))
         own = rule.sections(shape[0]) if rule.dim == 0 and len(rule.parts) > 1 and shape else ()
         words = section_names(name) if self.hints.sections else ()
@@ -381,15 +383,15 @@ class _MegatronFsdpWriting:
                 self.notes.append(f"param_to_group_meta is left out: the source has no {left} of the optimizer")
             return {}
         stored = [{key: value for key, value in g.items() if key != "params"} for g in stored]
-        chosen = self._chosen(trained, stored)
-        meta = {self._wrapped(name): chosen[name] for name in trained}
+        chosen = self._choose_groups(trained, stored)
+        meta = {self._wrap_name(name): chosen[name] for name in trained}
         return {"optimizer": {"param_to_group_meta": meta}}
 
-    def _wrapped(self, name: str) -> str:
+    def _wrap_name(self, name: str) -> str:
         """A parameter's name with the optimizer's wrappers."""
         return f"{self.hints.optimizer}{spelled(name, self.hints, self.model)}"
 
-    def _chosen(self, trained: Iterable[str], stored: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    def _choose_groups(self, trained: Iterable[str], stored: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         """Each parameter's group. Experts have what the source says of them; that it is an experts' group is said where
         Megatron-FSDP said so itself: core 0.19 does not, its parameters have lost that mark."""
         own = any(map(is_expert_group, stored))

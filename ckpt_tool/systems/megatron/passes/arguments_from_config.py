@@ -112,14 +112,14 @@ def with_arguments(wanted: Wanted, chosen: Chosen, fmt: Format) -> tuple[Mapping
     args, notes = megatron_args(config)
     if not args:
         return extras, notes
-    args = _of_tensors(args, wanted)
+    args = _complete_by_tensors(args, wanted)
     flags = flags_beside(args)
     if flags:
         notes = (*notes, f"Megatron-LM needs these in addition to --use-checkpoint-args: {' '.join(flags)}")
     return {"args": Opaque("argparse.Namespace", (), args), **fmt.holds.with_args, **extras}, notes
 
 
-def _of_tensors(args: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
+def _complete_by_tensors(args: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
     """The arguments with what the tensors and the options say: dtype, vocabulary, MTP layers, the spec."""
     from ckpt_tool.families.config.translation import set_mtp_layers
 

@@ -92,13 +92,13 @@ def _across(chosen: Chosen, pattern: str, args: Mapping[str, Any], *, back: bool
     except hybrid.Unfit as e:
         message = f"--hybrid-layer-pattern: {e.args[0]}"
         raise UsageError(message, code=FAULT, path=chosen.sources[0].path, hint=e.hint) from e
-    stored = tuple(_renamed(row, names) for row in chosen.stored)
+    stored = tuple(_rename_row(row, names) for row in chosen.stored)
     moved = {name: (there,) for name, there in names.items()}
     said = hybrid.changed(args, letters, back=back)
     out = replace(
         chosen,
         stored=stored,
-        extras=renamed_groups(_with_args(chosen.extras, said), moved),
+        extras=renamed_groups(_add_args(chosen.extras, said), moved),
         names={**{old: tuple(names.get(new, new) for new in made) for old, made in chosen.names.items()}, **moved}
         if chosen.names
         else moved,
@@ -108,24 +108,24 @@ def _across(chosen: Chosen, pattern: str, args: Mapping[str, Any], *, back: bool
         sources=_sources(chosen, said) if said else chosen.sources,
     )
     what = f"HybridModel, {letters}, to GPTModel" if back else f"GPTModel to HybridModel, {letters}"
-    run = "" if _in_order(letters) else "; they run in another order than GPTModel's"
+    run = "" if _is_in_order(letters) else "; they run in another order than GPTModel's"
     return out.noted(f"layers: {what}: {len(letters)} and {letters.count(hybrid.ATTENTION)} of them{run}")
 
 
-def _renamed(row: Stored, names: Mapping[str, str]) -> Stored:
+def _rename_row(row: Stored, names: Mapping[str, str]) -> Stored:
     key = row.tensor.key
     if key.state == EXTRAS or key.name not in names:
         return row
     return row._replace(tensor=row.tensor._replace(key=key._replace(name=names[key.name]), path=()))
 
 
-def _in_order(letters: str) -> bool:
+def _is_in_order(letters: str) -> bool:
     """Does each attention come before its MLP, and that before the next attention?"""
     plain = letters.replace(hybrid.MIXER, "").replace(hybrid.EXPERTS, hybrid.DENSE)
     return plain == (hybrid.ATTENTION + hybrid.DENSE) * (len(plain) // 2)
 
 
-def _with_args(extras: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
+def _add_args(extras: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
     own = extras.get("args")
     return {**extras, "args": replace(own, state=dict(said))} if isinstance(own, Opaque) and said else dict(extras)
 
@@ -134,5 +134,5 @@ def _sources(chosen: Chosen, said: Mapping[str, Any]) -> tuple[Any, ...]:
     """The sources, the first with the arguments of what it is now: the model's config is derived from them, and the
     output's arguments where the extras stay behind."""
     first = chosen.sources[0]
-    catalog = replace(first.catalog, extras=_with_args(first.catalog.extras, said))
+    catalog = replace(first.catalog, extras=_add_args(first.catalog.extras, said))
     return (first._replace(catalog=catalog), *chosen.sources[1:])

@@ -239,14 +239,14 @@ class DistLayout:
         )
 
     def _grids(self) -> dict[tuple[str, str, int | None], bool]:
-        """Whether the experts under a template fill their grid, by state, template and what `_apart` says of layers."""
+        """Whether the experts under a template fill their grid, by state, template and what `_separate_layer` says of layers."""
         seen: dict[tuple[str, str, int | None], list[set[int]]] = {}  # the experts of each class
         for each in self.classes:
             if each.spot.expert is None:
                 continue
             own: dict[int | None, set[int]] = {}
             for _, layer, expert in each.members:
-                own.setdefault(self._apart(each.spot.stack, layer), set()).add(expert or 0)
+                own.setdefault(self._separate_layer(each.spot.stack, layer), set()).add(expert or 0)
             for layer, experts in own.items():
                 seen.setdefault((each.state, each.spot.template, layer), []).append(experts)
         return {
@@ -256,11 +256,11 @@ class DistLayout:
 
     # -- keys ---------------------------------------------------------------------------------------------------------
 
-    def _apart(self, stack: str, layer: int | None) -> int | None:
+    def _separate_layer(self, stack: str, layer: int | None) -> int | None:
         """The layer, where its tensors have keys of their own."""
         return None if stack in self.stacked else layer
 
-    def _placed(self, spot: StackSpot, *, grid: bool) -> str:
+    def _fill_template(self, spot: StackSpot, *, grid: bool) -> str:
         """The template with the numbers that stand in a key: of layers that are not stacked, of experts in no grid."""
         return spot.placed(layer=spot.stack not in self.stacked, expert=not grid)
 
@@ -268,9 +268,9 @@ class DistLayout:
         """The key of a tensor; None where it would be read back under another name."""
         tensor = self.wanted.tensors[number]
         (name, state), kind = tensor.key, self._kind(spot.stack, spot.layer)
-        grid = spot.expert is None or self.grids[state, spot.template, self._apart(spot.stack, spot.layer)]
+        grid = spot.expert is None or self.grids[state, spot.template, self._separate_layer(spot.stack, spot.layer)]
         layers = spot.stack in self.stacked
-        key = self._placed(spot, grid=grid)
+        key = self._fill_template(spot, grid=grid)
         made = self._keys.get((state, kind, key))
         if made is None:  # names of one key differ in its positions alone
             part = next(iter(self._sections(tensor)), ("",))[0]
@@ -279,7 +279,7 @@ class DistLayout:
             if made != DistKey(state, full, layers, spot.expert is not None and grid, part):
                 return None
             self._keys[state, kind, key] = made
-        return made if name_of(made, _at(made, spot.layer, spot.expert)) == name else None
+        return made if name_of(made, _position_under_key(made, spot.layer, spot.expert)) == name else None
 
     def fqn(self, state: str, key: str, name: str) -> str:
         """The whole key. Masters are `param` with the distributed optimizer, `fp32_param` without one and of matrices
@@ -293,8 +293,8 @@ class DistLayout:
     def object_key(self, name: str) -> tuple[str, tuple[int, ...]]:
         """(key of a model tensor, shape of the positions under it) of what hangs on its module."""
         spot = spot_of(name)
-        grid = self.grids.get((MODEL, spot.template, self._apart(spot.stack, spot.layer)), False)
-        key = self._placed(spot, grid=True)
+        grid = self.grids.get((MODEL, spot.template, self._separate_layer(spot.stack, spot.layer)), False)
+        key = self._fill_template(spot, grid=True)
         full = of_kind(stored(spelled(key, name, self.styles, self.names)), self._kind(spot.stack, spot.layer))
         shape = (self._lead(spot.stack, parse(full).kind),) if spot.stack in self.stacked else ()
         if spot.expert is not None:
@@ -309,7 +309,7 @@ class DistLayout:
         alone."""
         first: dict[tuple[object, ...], str] = {}
         for each in self.classes:
-            for key, members in self._by_key(each, MODEL):
+            for key, members in self._group_by_key(each, MODEL):
                 least = min([self.wanted.tensors[member.number].key.name for member in members])
                 object_key = (each.spot.stack, each.spot.template, *key)
                 known = first.get(object_key, least)
@@ -325,7 +325,7 @@ class DistLayout:
         refused: list[int] = []
         for each in self.classes:
             cut = self._cut(each)
-            for _, members in self._by_key(each, each.state):
+            for _, members in self._group_by_key(each, each.state):
                 # positions are filled into one text: what the first and the last are called says it of all
                 ends = [
                     self._key(m.number, each.spot._replace(layer=m.layer, expert=m.expert))
@@ -349,7 +349,7 @@ class DistLayout:
             under.sort(key=_NUMBER)
         return dict(sorted(found.items(), key=lambda row: row[1][1][0].tensor))
 
-    def _by_key(self, each: Class, state: str) -> Iterable[tuple[tuple[object, ...], list[StackMember]]]:
+    def _group_by_key(self, each: Class, state: str) -> Iterable[tuple[tuple[object, ...], list[StackMember]]]:
         """The members that have one key, with what tells it from the others of the class. state: whose grids count."""
         template, stack, *_ = each.spot
         if stack in self.stacked and not self.apart:
@@ -357,7 +357,7 @@ class DistLayout:
                 return [((None, "", False), each.members)]
         own: dict[tuple[object, ...], list[StackMember]] = {}
         for member in each.members:
-            alone = self._apart(stack, member.layer)
+            alone = self._separate_layer(stack, member.layer)
             grid = member.expert is None or self.grids.get((state, template, alone))
             own.setdefault((alone, self._kind(stack, member.layer), not grid and member.expert), []).append(member)
         return own.items()
@@ -380,7 +380,7 @@ class DistLayout:
                 among = layer is not None and key.layers and key.kind
                 counted[layer] = self.windows[:layer].count(KINDS[key.kind]) if among else layer
             first = behind * stage[place] + (0 if expert is None else etp * (expert // per))
-            out.append((number, _at(key, counted[layer], expert), first))
+            out.append((number, _position_under_key(key, counted[layer], expert), first))
         return out
 
     def _cut(self, each: Class) -> list[_KeyPart]:
@@ -395,7 +395,7 @@ class DistLayout:
             parts = self._sections(tensor)
             lying = stretches(tensor.key.name, (*shape, 0)[0], self.degrees["tp"], gated=self.job.gated)
             if lying:
-                self._cuts[case] = found = [_stretched(shape, lying)]
+                self._cuts[case] = found = [_reorder_stored_rows(shape, lying)]
                 return found
             whole_ = tuple([StoredItem(box, box.offset, box.shape, rank) for box, rank in boxes])
             found = [] if parts else [_KeyPart("", shape, whole_)]
@@ -436,13 +436,13 @@ class DistLayout:
                 yield piece.box, rank
 
 
-def _at(key: DistKey, layer: int | None, expert: int | None) -> tuple[int, ...]:
+def _position_under_key(key: DistKey, layer: int | None, expert: int | None) -> tuple[int, ...]:
     """The position under a key."""
     at = (layer,) if key.layers and layer is not None else ()
     return (*at, expert) if key.experts and expert is not None else at
 
 
-def _stretched(shape: Shape, rows: Iterable[Stretch]) -> _KeyPart:
+def _reorder_stored_rows(shape: Shape, rows: Iterable[Stretch]) -> _KeyPart:
     """A tensor whose rows lie in another order where it is stored."""
     rest = (0,) * len(shape[1:])
     items = list[StoredItem]()

@@ -128,7 +128,7 @@ class _TorchDistReading:
                 if e.code != MISFIT:
                     raise
                 misfits = list_unnamed(flat, objects.gathered, e)
-        tensors, unread = set_apart(tensors | self._of_common(objects, tensors))
+        tensors, unread = set_apart(tensors | self._add_common_tensors(objects, tensors))
         unread += misfits
         read, lora, notes = read_adapter(
             self.tree, self.folder, tensors, arguments(objects.extras), self.options.lora_alpha
@@ -199,10 +199,12 @@ class _TorchDistReading:
         for at in product(*(range(n) for n in shape[: key.leads])):
             self._parameter(key, number(at), own, entry)
         chunks = chunks_of(entry, arrays, self.listing.reformed.get(entry.fqn))
-        for at, some in _columns_apart(chunks, key.leads) or self._apart(chunks, key, entry.fqn, shape):
+        for at, some in _columns_apart(chunks, key.leads) or self._split_positions(chunks, key, entry.fqn, shape):
             self.found[TensorKey(name_of(key, number(at)), key.state)].place(key.part, some)
 
-    def _apart(self, chunks: Iterable[Chunk], key: DistKey, fqn: str, shape: At) -> Iterable[tuple[At, list[Chunk]]]:
+    def _split_positions(
+        self, chunks: Iterable[Chunk], key: DistKey, fqn: str, shape: At
+    ) -> Iterable[tuple[At, list[Chunk]]]:
         """The chunks at each position of the leading dims of a tensor of `shape`, without these."""
         out: dict[At, list[Chunk]] = {}
         for chunk in chunks:
@@ -273,7 +275,7 @@ class _TorchDistReading:
             self.notes.append(Note("N-no-state", message, key=frozen[0]))
         return out
 
-    def _of_common(
+    def _add_common_tensors(
         self, objects: Objects, tensors: Mapping[TensorKey, LogicalTensor]
     ) -> dict[TensorKey, LogicalTensor]:
         """Tensors of the common state: the optimizer's one step is every parameter's, others are extras."""
@@ -326,7 +328,7 @@ def chunks_of(entry: DcpTensorEntry, arrays: Sequence[StoredArray], true_shape: 
         return entry.chunks(arrays)
     cell = _cell(entry, true_shape)
     return [
-        chunk for piece, array in zip(entry.pieces, arrays, strict=True) for chunk in _flattened(piece, array, cell)
+        chunk for piece, array in zip(entry.pieces, arrays, strict=True) for chunk in _flatten_piece(piece, array, cell)
     ]
 
 
@@ -346,7 +348,7 @@ def _cell(entry: DcpTensorEntry, true_shape: At) -> At:
     return cell
 
 
-def _flattened(piece: DcpPiece, array: StoredArray, cell: At) -> Iterator[Chunk]:
+def _flatten_piece(piece: DcpPiece, array: StoredArray, cell: At) -> Iterator[Chunk]:
     start = piece.offset[-1]
     count = piece.shape[-1]
     if prod(piece.shape[:-1]) != 1:

@@ -93,7 +93,7 @@ def read_objects(tree: Tree, folder: str, entries: Mapping[str, ObjectEntry], it
             counts[key.base, key.shape] = counts.get((key.base, key.shape), 0) + 1
     out.extra_states |= {base: shape for (base, shape), count in counts.items() if count == prod(shape)}
     filled, others = both(
-        lambda: _filled(tree, states, items, out),
+        lambda: _read_extra_states(tree, states, items, out),
         lambda: items.objects([entry for fqn, entry in entries.items() if not _is_extra(shards[fqn])]),
     )
     read = {one.entry.fqn: one for one in others}
@@ -105,7 +105,7 @@ def read_objects(tree: Tree, folder: str, entries: Mapping[str, ObjectEntry], it
             continue
         found = _DISTRIBUTED.fullmatch(key.base) if key else None
         if found is not None and found[3] == "param_state":
-            out.gathered += _gathered(tree, one, int(found[1] or 0), int(found[2]))
+            out.gathered += _read_gathered_buffers(tree, one, int(found[1] or 0), int(found[2]))
             continue
         value = _value(tree, one, out)
         if key is not None and key.base == "rng_state":
@@ -243,7 +243,7 @@ def _array(tree: Tree, read: ReadObject, ref: TensorRef | WrapperRef) -> Any:
     return as_extras(NumpyArray(kind, ref.shape, False, data))
 
 
-def _filled(tree: Tree, entries: list[ObjectEntry], items: DcpItems, out: Objects) -> dict[str, Any]:
+def _read_extra_states(tree: Tree, entries: list[ObjectEntry], items: DcpItems, out: Objects) -> dict[str, Any]:
     """The extra states that hold something. They repeat: of a length that is known to hold nothing, the pickle is
     compared."""
     known: dict[int, tuple[int, bytes]] = {}  # length of the item -> (where its pickle lies in it, the pickle)
@@ -271,7 +271,7 @@ def _filled(tree: Tree, entries: list[ObjectEntry], items: DcpItems, out: Object
     return {entry.fqn: value for entry, value in zip(order, values, strict=True) if not is_empty(value)}
 
 
-def _gathered(
+def _read_gathered_buffers(
     tree: Tree, read: ReadObject, chained: int, group: int
 ) -> Iterator[tuple[int, int, int, str, dict[str, StoredArray]]]:
     """The coalesced buffers that one data rank gathered: {buffer: {(dtype, dtype of gradients): {state: line}}}."""

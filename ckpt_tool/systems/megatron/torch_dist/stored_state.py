@@ -104,12 +104,14 @@ def _content(extras: Mapping[str, Any], layout: DistLayout) -> dict[str, Any]:
 def _optimizers(value: Any, layout: DistLayout, notes: list[str], *, distributed: bool) -> Any:
     """The optimizer entry of the common state, for as many optimizers as these degrees make: a chain's, such as Muon's
     and Adam's, stay, the experts' come and go."""
-    several = [_bare(one) for one in _listed(value)]
+    several = [_bare(one) for one in _as_list(value)]
     if not several or not all(map(groups_of, several)):
         return value
     dense = [one for one in several if not all(map(is_expert_group, groups_of(one)))]
     if not (layout.degrees["ep"] > 1 and layout.experts):
-        several = [_with_groups(one, [g for g in groups_of(one) if not is_expert_group(g)]) for one in dense] or several
+        several = [
+            _replace_groups(one, [g for g in groups_of(one) if not is_expert_group(g)]) for one in dense
+        ] or several
     elif not any(map(is_expert_group, chain.from_iterable(map(groups_of, several)))):
         if len(several) == 1:
             several.append(_experts_of(several[0], layout))
@@ -125,7 +127,7 @@ def _optimizers(value: Any, layout: DistLayout, notes: list[str], *, distributed
     return several[0] if len(several) == 1 else dict(enumerate(several))
 
 
-def _listed(value: Any) -> list[dict[Any, Any]]:
+def _as_list(value: Any) -> list[dict[Any, Any]]:
     if isinstance(value, dict) and value and all(map(numeral, value)):  # DCP makes text of numbers
         value = [value[key] for key in sorted(value, key=lambda key: int(str(key)))]
     several = value if isinstance(value, list) else [value]
@@ -158,10 +160,10 @@ def _experts_of(one: Mapping[Any, Any], layout: DistLayout) -> dict[Any, Any]:
     """The experts' optimizer, as Megatron would have made it beside the dense one `one`."""
     experts = [t.key.name for _, t in layout.tensors if t.key.state == MODEL and ".experts." in t.key.name]
     keys = {key_of_param(name, layout.shapes[name], layout.facts) for name in experts}
-    return _with_groups(one, groups_for(groups_of(one), keys, layout.facts, experts=True))
+    return _replace_groups(one, groups_for(groups_of(one), keys, layout.facts, experts=True))
 
 
-def _with_groups(one: Mapping[Any, Any], groups: list[dict[str, Any]]) -> dict[Any, Any]:
+def _replace_groups(one: Mapping[Any, Any], groups: list[dict[str, Any]]) -> dict[Any, Any]:
     """A copy of an optimizer's values with these groups."""
     inner = one.get("optimizer")
     if isinstance(inner, dict):

@@ -32,7 +32,7 @@ def windows_of(tree: Tree, folder: str, extras: Mapping[str, Any], config: Mappi
         stated_windows(arguments(extras))
         or stated_windows(_provider(tree, folder))
         or hub_windows(config or {})
-        or hub_windows(_beside(tree, folder))
+        or hub_windows(_read_near_config(tree, folder))
     )
     if not found:
         raise InputError(
@@ -51,7 +51,7 @@ def _provider(tree: Tree, folder: str) -> Mapping[str, Any]:
     return model if isinstance(model, dict) else {}
 
 
-def _beside(tree: Tree, folder: str) -> Mapping[str, Any]:
+def _read_near_config(tree: Tree, folder: str) -> Mapping[str, Any]:
     """The config.json in the folder or above it, {} without a sound one: who asks for a config is told its faults."""
     for path in dict.fromkeys((folder + _CONFIG, _CONFIG)):
         if tree.exists(path):

@@ -68,16 +68,16 @@ def sizes_of(params: Mapping[str, Any], path: str) -> MetaSizes:
     inner = params.get("model")
     level = inner if isinstance(inner, Mapping) else params
     faults = [
-        f"{name} is {_shown(level.get(name))}, want a whole number above 0"
+        f"{name} is {_show_value(level.get(name))}, want a whole number above 0"
         for name in ("dim", "n_layers", "n_heads")
         if not _count(level.get(name))
     ]
     for name in ("n_kv_heads", "head_dim", "hidden_dim", "multiple_of"):
         if level.get(name) is not None and not _count(level[name]):
-            faults.append(f"{name} is {_shown(level[name])}, want a whole number above 0")
+            faults.append(f"{name} is {_show_value(level[name])}, want a whole number above 0")
     for name in ("ffn_dim_multiplier", "norm_eps", "rope_theta"):
         if level.get(name) is not None and not _number(level[name]):
-            faults.append(f"{name} is {_shown(level[name])}, want a number above 0")
+            faults.append(f"{name} is {_show_value(level[name])}, want a number above 0")
     if not faults:
         dim = level["dim"]
         heads = level["n_heads"]
@@ -100,7 +100,7 @@ def sizes_of(params: Mapping[str, Any], path: str) -> MetaSizes:
     )
 
 
-def _shown(value: object) -> str:
+def _show_value(value: object) -> str:
     return repr(value) if not isinstance(value, list | dict) and len(repr(value)) < 100 else "something else"
 
 

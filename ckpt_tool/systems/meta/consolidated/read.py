@@ -86,7 +86,7 @@ def read_shards(tree: Tree, names: tuple[str, ...], *, lenient: bool, required: 
     notes: list[Note] = []
     tensors: dict[TensorKey, LogicalTensor] = {}
     for name in dict.fromkeys(name for held in shards.held for name in held):
-        joined = _joined(tree, shards, name, faults)
+        joined = _join_shards(tree, shards, name, faults)
         if joined is not None:
             tensors[joined.key] = joined
     _check_layers(tree, shards, faults)
@@ -145,7 +145,7 @@ def _flat(tree: Tree, name: str, file: TorchContent) -> dict[str, StoredArray]:
     return {str(path[0]): array for path, array in file.leaves}
 
 
-def _joined(tree: Tree, shards: _Shards, name: str, faults: list[CkptError]) -> LogicalTensor | None:
+def _join_shards(tree: Tree, shards: _Shards, name: str, faults: list[CkptError]) -> LogicalTensor | None:
     """The whole tensor, or None with the reason among the faults."""
     arrays = [held.get(name) for held in shards.held]
     absent = next((file for file, array in zip(shards.names, arrays, strict=True) if array is None), None)
@@ -171,10 +171,12 @@ def _joined(tree: Tree, shards: _Shards, name: str, faults: list[CkptError]) -> 
             )
         )
         return None
-    return _checked(tree, shards, name, _placed(shards, name, there, faults), faults)
+    return _check_shape(tree, shards, name, _place_shards(shards, name, there, faults), faults)
 
 
-def _placed(shards: _Shards, name: str, arrays: Sequence[StoredArray], faults: list[CkptError]) -> LogicalTensor | None:
+def _place_shards(
+    shards: _Shards, name: str, arrays: Sequence[StoredArray], faults: list[CkptError]
+) -> LogicalTensor | None:
     """Where each shard's array lies in the whole tensor; its shape is not compared yet."""
     first = arrays[0]
     count = len(arrays)
@@ -212,7 +214,7 @@ def _placed(shards: _Shards, name: str, arrays: Sequence[StoredArray], faults: l
     return LogicalTensor(TensorKey(name), tuple(shape), first.dtype, mark_replicas(chunks), (name,))
 
 
-def _checked(
+def _check_shape(
     tree: Tree, shards: _Shards, name: str, tensor: LogicalTensor | None, faults: list[CkptError]
 ) -> LogicalTensor | None:
     """The tensor, unless params.json wants another shape."""

@@ -31,7 +31,7 @@ def meta_target(wanted: Wanted) -> Target:
     E1412 (dims and heads that --tp does not divide)."""
     tp = _tp(wanted.wish.degrees)
     hints = wanted.hints.get(MetaHints) or MetaHints(None, None, False)
-    params = _with_vocabulary(hints.params, wanted.tensors) if hints.params is not None else None
+    params = _set_vocabulary(hints.params, wanted.tensors) if hints.params is not None else None
     cuts, notes = _cuts(wanted, tp, params, hints.embedding) if tp > 1 else ([ALL] * len(wanted.tensors), [])
     files = [_shard(wanted.tensors, cuts, rank, tp) for rank in range(tp)]
     copies = list(wanted.side_file_copies())
@@ -44,7 +44,7 @@ def meta_target(wanted: Wanted) -> Target:
     return Target("meta", (*files, *copies), notes=tuple(notes))
 
 
-def _with_vocabulary(params: Mapping[str, Any], tensors: Sequence[WantedTensor]) -> Mapping[str, Any]:
+def _set_vocabulary(params: Mapping[str, Any], tensors: Sequence[WantedTensor]) -> Mapping[str, Any]:
     """The params with the rows that the embedding is written with, where they state another number."""
     rows = next(
         (tensor.shape[0] for tensor in tensors if tensor.key.name == EMBEDDING and len(tensor.shape) == 2), None

@@ -96,7 +96,7 @@ def compile_aoa(
     faults.check()
     outputs = run.outputs(goal)
     faults.check()
-    names = list(outputs) if goal is not None else _in_source_order(outputs, shapes)
+    names = list(outputs) if goal is not None else _sort_as_source(outputs, shapes)
     made = [
         Made(name, outputs[name].shape, pieces_of(name, outputs[name], shapes), outputs[name].dtype) for name in names
     ]
@@ -148,7 +148,7 @@ def _goal(wanted: Wanted) -> dict[str, Shape | None]:
     return dict(wanted) if isinstance(wanted, Mapping) else dict.fromkeys(wanted)
 
 
-def _in_source_order(outputs: Mapping[str, NamedValue], shapes: Mapping[str, Shape]) -> list[str]:
+def _sort_as_source(outputs: Mapping[str, NamedValue], shapes: Mapping[str, Shape]) -> list[str]:
     order = {name: place for place, name in enumerate(shapes)}
     return sorted(outputs, key=lambda name: min(order[piece.source] for piece in outputs[name].slices))
 
@@ -189,7 +189,7 @@ class AoaRun:
                 made: Sequence[NamedValue | None] = [None] * len(step.right)
                 if len(known) == len(read):
                     try:
-                        made = _made(step, known)
+                        made = _apply_step(step, known)
                     except UsageError as e:
                         self.faults.take(step.number, e)
                 for name, value in zip(step.right, made, strict=True):
@@ -275,11 +275,11 @@ class AoaRun:
                 if value is not None and (name not in self.reader or name in self.stated)
             }
         else:
-            found = self._wanted(wanted)
+            found = self._find_outputs(wanted)
         self._account(found)
         return found
 
-    def _wanted(self, wanted: Mapping[str, Shape | None]) -> dict[str, NamedValue]:
+    def _find_outputs(self, wanted: Mapping[str, Shape | None]) -> dict[str, NamedValue]:
         found: dict[str, NamedValue] = {}
         for name, shape in wanted.items():
             value = self.values.get(name)
@@ -355,7 +355,7 @@ class AoaRun:
                 self.faults.add(fault[0], 0, fault[1], fault[2])
 
 
-def _made(step: AoaStep, values: Sequence[NamedValue]) -> list[NamedValue]:
+def _apply_step(step: AoaStep, values: Sequence[NamedValue]) -> list[NamedValue]:
     first = values[0]
     name = step.left[0]
     match step.kind:

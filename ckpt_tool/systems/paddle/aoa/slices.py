@@ -69,7 +69,7 @@ def split(value: NamedValue, parts: int, axis: int, name: str, why: str) -> list
             code="E1215",
             hint=f"its shape is {list(value.shape)}: is it another axis?",
         )
-    shape = _with(value.shape, axis, length)
+    shape = _replace_axis(value.shape, axis, length)
     return [
         value._replace(shape=shape, slices=tuple(_cut(value.slices, axis, k * length, length))) for k in range(parts)
     ]
@@ -83,9 +83,9 @@ def _cut(slices: Iterable[Slice], axis: int, low: int, length: int) -> Iterator[
         if first < last or (length == piece.shape[axis] == 0):
             dim = piece.dims[axis]
             yield piece._replace(
-                start=_with(piece.start, dim, piece.start[dim] + first - piece.at[axis]),
-                at=_with(piece.at, axis, first - low),
-                shape=_with(piece.shape, axis, last - first),
+                start=_replace_axis(piece.start, dim, piece.start[dim] + first - piece.at[axis]),
+                at=_replace_axis(piece.at, axis, first - low),
+                shape=_replace_axis(piece.shape, axis, last - first),
             )
 
 
@@ -96,7 +96,9 @@ def concat(values: Sequence[NamedValue], axis: int, names: Sequence[str], *, eve
     joined: list[Slice] = []
     at = 0
     for name, value in zip(names, values, strict=True):
-        same = len(value.shape) == len(first.shape) and _with(value.shape, axis, 0) == _with(first.shape, axis, 0)
+        same = len(value.shape) == len(first.shape) and _replace_axis(value.shape, axis, 0) == _replace_axis(
+            first.shape, axis, 0
+        )
         if not same or (even and value.shape != first.shape):
             raise UsageError(
                 f"`{shown(names[0])}` {list(first.shape)} and `{shown(name)}` {list(value.shape)} can't be joined along"
@@ -111,9 +113,9 @@ def concat(values: Sequence[NamedValue], axis: int, names: Sequence[str], *, eve
                 hint="cast after joining",
             )
         for piece in value.slices:
-            _append(joined, piece._replace(at=_with(piece.at, axis, piece.at[axis] + at)), axis)
+            _append(joined, piece._replace(at=_replace_axis(piece.at, axis, piece.at[axis] + at)), axis)
         at += value.shape[axis]
-    return first._replace(shape=_with(first.shape, axis, at), slices=tuple(joined))
+    return first._replace(shape=_replace_axis(first.shape, axis, at), slices=tuple(joined))
 
 
 def _append(joined: list[Slice], piece: Slice, axis: int) -> None:
@@ -124,11 +126,11 @@ def _append(joined: list[Slice], piece: Slice, axis: int) -> None:
         if (
             last.source == piece.source
             and last.dims == piece.dims
-            and _with(last.at, axis, last.at[axis] + last.shape[axis]) == piece.at
-            and _with(last.start, dim, last.start[dim] + last.shape[axis]) == piece.start
-            and _with(last.shape, axis, 0) == _with(piece.shape, axis, 0)
+            and _replace_axis(last.at, axis, last.at[axis] + last.shape[axis]) == piece.at
+            and _replace_axis(last.start, dim, last.start[dim] + last.shape[axis]) == piece.start
+            and _replace_axis(last.shape, axis, 0) == _replace_axis(piece.shape, axis, 0)
         ):
-            piece = last._replace(shape=_with(last.shape, axis, last.shape[axis] + piece.shape[axis]))
+            piece = last._replace(shape=_replace_axis(last.shape, axis, last.shape[axis] + piece.shape[axis]))
             joined.pop()
     joined.append(piece)
 
@@ -221,7 +223,7 @@ def _flat(at: Shape, strides: Sequence[int]) -> int:
     return sum(k * step for k, step in zip(at, strides, strict=True))
 
 
-def _with(values: Shape, axis: int, value: int) -> Shape:
+def _replace_axis(values: Shape, axis: int, value: int) -> Shape:
     return (*values[:axis], value, *values[axis + 1 :])
 
 

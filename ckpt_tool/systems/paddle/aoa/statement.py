@@ -151,7 +151,7 @@ def parse(text: str, number: int) -> Statement:
     right = _items(tokens[arrows[0] + 1 :])
     if any(value is not None or name in WORDS for name, value in left):
         raise UsageError("an attribute is before the arrow", code="E1200", hint="attributes come last")
-    names, attributes, words = _parted(right)
+    names, attributes, words = _split_right_side(right)
     statement = Statement(number, tuple(name for name, _ in left), names, attributes, words)
     _check_names(statement)
     return statement
@@ -226,7 +226,7 @@ def _array(name: str, start: int, stop: int) -> list[tuple[str, int | str | None
     return [(f"{name}_{i}", None) for i in range(start, stop)]
 
 
-def _parted(items: list[tuple[str, int | str | None]]) -> tuple[tuple[str, ...], dict[str, int | str], str]:
+def _split_right_side(items: list[tuple[str, int | str | None]]) -> tuple[tuple[str, ...], dict[str, int | str], str]:
     """The right side as (names, attributes, word)."""
     names: list[str] = []
     attributes: dict[str, int | str] = {}
@@ -403,8 +403,8 @@ class _Names:
         for numbers in product(*found.values()):
             ids = dict(zip(found, numbers, strict=True))
             yield statement._replace(
-                left=self._at(statement.left, ids, made=self.reverse),
-                right=self._at(statement.right, ids, made=not self.reverse),
+                left=self._fill_ids(statement.left, ids, made=self.reverse),
+                right=self._fill_ids(statement.right, ids, made=not self.reverse),
             )
 
     def _ids(self, statement: Statement, holders: Sequence[str]) -> dict[str, list[int]]:
@@ -440,7 +440,7 @@ class _Names:
             hint=near or "leave the statement out, or --lenient, which skips those that fit nothing, as Paddle does",
         )
 
-    def _at(self, names: Sequence[str], ids: Ids, *, made: bool) -> tuple[str, ...]:
+    def _fill_ids(self, names: Sequence[str], ids: Ids, *, made: bool) -> tuple[str, ...]:
         """The names at `ids`. The offset counts the right side one below the left, whichever is the one that is
         read."""
         shift = (1 if self.reverse else -1) if made else 0
@@ -465,7 +465,11 @@ class _Names:
             yield statement
             return
         left, right = (
-            [name for pattern in side for name in self._written(pattern, read=(side is statement.left) != self.reverse)]
+            [
+                name
+                for pattern in side
+                for name in self._expand_names(pattern, read=(side is statement.left) != self.reverse)
+            ]
             for side in (statement.left, statement.right)
         )
         if NOTHING in (*left, *right):  # each of them is dropped, or has no source
@@ -477,7 +481,7 @@ class _Names:
                 raise UsageError(f"{len(left)} names -> {len(right)} names: one side wants a single name", code="E1205")
             yield statement._replace(left=tuple(left), right=tuple(right))
 
-    def _written(self, pattern: str, *, read: bool) -> list[str]:
+    def _expand_names(self, pattern: str, *, read: bool) -> list[str]:
         if _STAR not in pattern:
             return [pattern]
         forms = self.source if read else self.wanted

@@ -95,22 +95,23 @@ def steps_of(
 
 
 def _steps(statement: Statement, counts: _Counts, reverse: bool) -> list[AoaStep]:
-    plain, steps = _untransposed(statement)
-    steps += _fused(plain, counts) if plain.word else [_plain(plain, reverse)]
-    return [_reversed(step) for step in steps] if reverse else steps
+    plain, steps = _move_transposes(statement)
+    steps += _fuse_steps(plain, counts) if plain.word else [_plain(plain, reverse)]
+    return [_reverse_step(step) for step in steps] if reverse else steps
 
 
-def _untransposed(statement: Statement) -> tuple[Statement, list[AoaStep]]:
+def _move_transposes(statement: Statement) -> tuple[Statement, list[AoaStep]]:
     """The statement that reads transposed copies, and the steps that make them."""
     names = [name.removesuffix(TRANSPOSED) for name in statement.left if name.endswith(TRANSPOSED)]
-    steps = [AoaStep(statement.number, "permute", (name,), (_transposed(name),)) for name in dict.fromkeys(names)]
+    steps = [AoaStep(statement.number, "permute", (name,), (_transposed_name(name),)) for name in dict.fromkeys(names)]
     left = tuple(
-        _transposed(name.removesuffix(TRANSPOSED)) if name.endswith(TRANSPOSED) else name for name in statement.left
+        _transposed_name(name.removesuffix(TRANSPOSED)) if name.endswith(TRANSPOSED) else name
+        for name in statement.left
     )
     return statement._replace(left=left), steps
 
 
-def _transposed(name: str) -> str:
+def _transposed_name(name: str) -> str:
     return f"{TEMPORARY}{name}_transpose_tmp"
 
 
@@ -157,7 +158,7 @@ def _plain(statement: Statement, reverse: bool) -> AoaStep:
 _BACK = {"split": "concat", "concat": "split", "drop": "add", "add": "drop"}
 
 
-def _reversed(step: AoaStep) -> AoaStep:
+def _reverse_step(step: AoaStep) -> AoaStep:
     """The step that undoes it. (A cast's `dtype` already is that of the way back.)"""
     dims = tuple(sorted(range(len(step.dims)), key=step.dims.__getitem__))
     return step._replace(kind=_BACK.get(step.kind, step.kind), left=step.right, right=step.left, dims=dims)
@@ -166,7 +167,7 @@ def _reversed(step: AoaStep) -> AoaStep:
 # -- fusions -----------------------------------------------------------------------------------------------------------
 
 
-def _fused(statement: Statement, counts: _Counts) -> list[AoaStep]:
+def _fuse_steps(statement: Statement, counts: _Counts) -> list[AoaStep]:
     attributes = statement.attributes
     word = statement.word
     allowed = {"axis"} if word == FFN else {"axis", "num_heads", "num_key_value_groups"}
@@ -186,11 +187,11 @@ def _fused(statement: Statement, counts: _Counts) -> list[AoaStep]:
             f"back{'' if word == QKV else ', or fused -> fused'}",
         )
     if word == FFN:
-        return list(_by_shards(statement, counts))
+        return list(_fuse_by_shards(statement, counts))
     heads, groups = _heads(statement)
     if word == QKV:
-        return list(_by_groups(statement, heads, groups))
-    return list(_by_shards(statement, counts, heads, groups))
+        return list(_fuse_by_groups(statement, heads, groups))
+    return list(_fuse_by_shards(statement, counts, heads, groups))
 
 
 def _heads(statement: Statement) -> tuple[int, int]:
@@ -211,7 +212,7 @@ def _heads(statement: Statement) -> tuple[int, int]:
     return heads, groups
 
 
-def _by_groups(statement: Statement, heads: int, groups: int) -> Iterator[AoaStep]:
+def _fuse_by_groups(statement: Statement, heads: int, groups: int) -> Iterator[AoaStep]:
     """`fused_qkv`."""
     axis = int(statement.attributes.get("axis", 1))
     number = statement.number
@@ -235,7 +236,7 @@ def _by_groups(statement: Statement, heads: int, groups: int) -> Iterator[AoaSte
         yield _concat(number, order, whole, axis)
 
 
-def _by_shards(statement: Statement, counts: _Counts, heads: int = 0, groups: int = 0) -> Iterator[AoaStep]:
+def _fuse_by_shards(statement: Statement, counts: _Counts, heads: int = 0, groups: int = 0) -> Iterator[AoaStep]:
     """`fused_ffn`, and `fused_qkv_old` where there are heads."""
     axis = int(statement.attributes.get("axis", 1))
     number = statement.number

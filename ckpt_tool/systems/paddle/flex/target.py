@@ -209,17 +209,17 @@ def fit(tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], hints: Hint
         return Fitted(tuple(rows))
     dropped: list[dict[str, Any]] = []
     casts: dict[TensorKey, DType] = {}
-    rows = with_head(rows, _settled(rows, requested), dropped)
-    rows = _tied(rows, _settled(rows, requested), dropped)
+    rows = with_head(rows, _settle_parameter(rows, requested), dropped)
+    rows = _add_tied_states(rows, _settle_parameter(rows, requested), dropped)
     rows = with_weights(rows, wish, casts, dropped)
     return Fitted(tuple(rows), casts, tuple(dropped))
 
 
-def _settled(rows: Rows, requested: Wanted) -> LaidParameter:
+def _settle_parameter(rows: Rows, requested: Wanted) -> LaidParameter:
     return settle(with_heads(with_rows(requested, rows))[0])
 
 
-def _tied(rows: Rows, laid: LaidParameter, dropped: list[dict[str, Any]]) -> Rows:
+def _add_tied_states(rows: Rows, laid: LaidParameter, dropped: list[dict[str, Any]]) -> Rows:
     """States of a tied pair under every name by which Paddle's loader asks for them, beside those that there are."""
     head = next((p for p in laid.parameters.values() if p.alias is not None), None)
     if head is None or head.alias is None:
@@ -484,7 +484,7 @@ def _safetensors(path: str, items: Sequence[FlexBlock]) -> TargetFile:
 def _metadata(save: FlexSave, *, safetensors: bool) -> PickledRecord:
     """Paddle's `Metadata` of a save."""
     states = {
-        key: [PickledRecord(f"{MODULE}.LocalTensorMetadata", state=_stated(item)) for item in items]
+        key: [PickledRecord(f"{MODULE}.LocalTensorMetadata", state=_describe_block(item)) for item in items]
         for key, items in save.stated.items()
     }
     storage = {
@@ -496,7 +496,7 @@ def _metadata(save: FlexSave, *, safetensors: bool) -> PickledRecord:
     return PickledRecord(f"{MODULE}.Metadata", state=state)
 
 
-def _stated(item: FlexBlock) -> dict[str, Any]:
+def _describe_block(item: FlexBlock) -> dict[str, Any]:
     return {
         "global_offset": item.offset,
         "local_shape": item.shape,

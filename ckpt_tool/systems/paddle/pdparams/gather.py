@@ -230,7 +230,7 @@ class PaddleGathering:
             return self._copies(key, [held for group in groups.values() for held in group])
         if local is None:
             local = first.saved.shape
-        if self._apart_in_shape(key, groups.values(), local):
+        if self._has_own_shape(key, groups.values(), local):
             return self._copies(key, [held for group in groups.values() for held in group])
         cut = self._cut(key.name, local)
         shape = joined_shape(local, cut, self.degrees.tp)
@@ -254,7 +254,7 @@ class PaddleGathering:
         numel = prod(local)
         return all(len(group) < numel and all(h.saved.shape in ((), (1,)) for h in group) for group in groups)
 
-    def _apart_in_shape(self, key: TensorKey, groups: Iterable[list[FileShare]], local: tuple[int, ...]) -> bool:
+    def _has_own_shape(self, key: TensorKey, groups: Iterable[list[FileShare]], local: tuple[int, ...]) -> bool:
         """Is it a state of a shape of its own (factors, scales of quantised moments), whole in one file? Moments are
         not."""
         if key.state in (MODEL, MASTER, EMA) or key.state in MOMENTS or self.degrees.tp > 1 or self.sliced:
@@ -288,14 +288,14 @@ class PaddleGathering:
             try:
                 cut = stored_cut(name, local, self.config, degrees.tp, ep=degrees.ep, distributed=distributed)
             except InputError:
-                seen = self._by_values(name)
+                seen = self._decide_by_values(name)
                 if seen is None:
                     raise
                 cut = stored_cut(name, local, self.config, degrees.tp, ep=degrees.ep, distributed=seen)
             self._cuts[name] = cut
         return cut
 
-    def _by_values(self, name: str) -> bool | None:
+    def _decide_by_values(self, name: str) -> bool | None:
         """Is it parted? By the values of one tensor of its kind, in all states that ranks keep whole."""
         kind = _NUMBERS.sub("#", name)
         if kind not in self._kinds:
@@ -321,7 +321,7 @@ class PaddleGathering:
         group = sorted(group, key=lambda held: self._turn(key.name, held.where))
         if self.sliced is not False and group[0].buffered and self._are_slices(local, group):
             self.saw_slices = True
-            yield self._from_slices(key, local, pieces, group)
+            yield self._join_slices(key, local, pieces, group)
             return
         for held in group:
             if held.saved.shape != local:
@@ -337,13 +337,13 @@ class PaddleGathering:
             return False
         return bool(self.sliced) or any(held.saved.shape != local for held in group)
 
-    def _from_slices(
+    def _join_slices(
         self, key: TensorKey, local: tuple[int, ...], pieces: Boxes, group: list[FileShare]
     ) -> list[Chunk]:
         turns = [self._turn(key.name, held.where) for held in group]
         total = sum(held.saved.shape[0] for held in group)
         numel = prod(local)
-        if turns != list(range(turns[0], turns[0] + len(turns))) or total not in self._padded(key.name, numel):
+        if turns != list(range(turns[0], turns[0] + len(turns))) or total not in self._padded_lengths(key.name, numel):
             if is_collecting():  # a slice is missing, and where the others begin depends on it
                 return []
             raise InconsistentCheckpoint(
@@ -363,7 +363,7 @@ class PaddleGathering:
                 at += array.numel
         return chunks
 
-    def _padded(self, name: str, numel: int) -> set[int]:
+    def _padded_lengths(self, name: str, numel: int) -> set[int]:
         """Elements that a parameter may take in a fused buffer: the next multiple of 256 bytes times the ranks. One
         that has a master is of 16 bits. Never fewer: where a slice was lost, the others must not make a whole."""
         ranks = self.degrees.moe_sharding if self.apart(name) else self.degrees.sharding

@@ -322,11 +322,11 @@ class _PaddleWriting:
                 owner = self.laid.owner_of(rank) if d.version == V1 else {}
                 owners = {static[name]: to for name, to in sorted(owner.items(), key=lambda item: item[1])}
                 names = {block.parameter.name: static[block.parameter.name] for block in blocks}
-                params = {block.parameter.name: self._described(block) for block in blocks}
+                params = {block.parameter.name: self._describe_param(block) for block in blocks}
                 stages[at] = StageMeta(names, params, owners, d.version or V1)
         return meta_json(d, stages)
 
-    def _described(self, block: Block) -> Param:
+    def _describe_param(self, block: Block) -> Param:
         expert = block.parameter.expert is not None
         no_sync = expert and not self.laid.by_tensor
         apart = block.cut.dim is not None or expert or block.parameter.name.endswith(".e_score_correction_bias")
@@ -379,17 +379,17 @@ def fit(tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], hints: Hint
     dropped: list[dict[str, Any]] = []
     casts: dict[TensorKey, DType] = {}
     requested = Wanted((), extras, hints, wish=wish)
-    _, laid = _settled(rows, requested)
+    _, laid = _settle_parameters(rows, requested)
     rows = _without_copies(with_head(rows, laid, dropped), dropped)
-    wanted, laid = _settled(rows, requested)
-    rows = _tied(rows, laid, dropped)
+    wanted, laid = _settle_parameters(rows, requested)
+    rows = _add_tied_states(rows, laid, dropped)
     own = paddle_hints(wanted)
     if kind_of(laid, wanted) == PLAIN and own.kind == IO:  # so they are bf16; of other sources nobody knows
         rows = with_weights(rows, wish, casts, dropped)
     return Fitted(tuple(rows), casts, tuple(dropped))
 
 
-def _settled(rows: Rows, requested: Wanted) -> tuple[Wanted, LaidParameter]:
+def _settle_parameters(rows: Rows, requested: Wanted) -> tuple[Wanted, LaidParameter]:
     wanted = with_rows(requested, rows)
     return wanted, settle(wanted)
 
@@ -430,7 +430,7 @@ def _without_copies(rows: Rows, dropped: list[dict[str, Any]]) -> Rows:
     return [(index, row) for index, row in rows if row.key not in gone]
 
 
-def _tied(rows: Rows, laid: LaidParameter, dropped: list[dict[str, Any]]) -> Rows:
+def _add_tied_states(rows: Rows, laid: LaidParameter, dropped: list[dict[str, Any]]) -> Rows:
     """States of a tied pair under the names that their stages have."""
     head = next((p for p in laid.parameters.values() if p.alias is not None), None)
     if head is None or head.alias is None:

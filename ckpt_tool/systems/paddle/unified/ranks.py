@@ -151,19 +151,19 @@ def join(
     """The whole tensor of one key, from what `tp` tensor ranks and their sharding ranks hold of it."""
     first = held[0].array
     if any(each.array.dtype != first.dtype for each in held):
-        raise _mixed("the ranks hold it in several dtypes", first.path, str(key))
+        raise _mixed_error("the ranks hold it in several dtypes", first.path, str(key))
     full = shapes.get(key.name)
     if key.state in (quant.FIRST8, quant.SECOND8, quant.PACKED) and any(
         each.array.shape != (full or first.shape) or (full is None and tp > 1) for each in held
     ):
         hint = "resume it in Paddle at these degrees and save with the optimizer merged"
-        raise _unplaced(key, first, "a quantised state in parts: each rank has scales of its own", hint)
+        raise _unplaced_error(key, first, "a quantised state in parts: each rank has scales of its own", hint)
     sliced = len(first.shape) == 1 and len({each.at[2] for each in held}) > 1  # or whole beside nothing but padding
     alike = all(each.array.shape == full for each in held) and not sliced
     if key.state.endswith("pow_acc") or key.state in quant.STATES or alike:
         return _copies(key, first.shape, held)
     full, cut = _cut(key, held, full, config, tp)
-    chunks = [chunk for each in _groups(held) for chunk in _placed(key, each, full, cut, tp)]
+    chunks = [chunk for each in _groups(held) for chunk in _place_share(key, each, full, cut, tp)]
     return LogicalTensor(key, full, first.dtype, mark_replicas(chunks))
 
 
@@ -171,7 +171,7 @@ def _copies(key: TensorKey, shape: Shape, held: Sequence[ArrayOfRank]) -> Logica
     """Every rank holds the whole: the first writes, the others are compared."""
     chunks = [Chunk(whole(shape), each.array, whole(shape)) for each in held if each.array.shape == shape]
     if len(chunks) != len(held):
-        raise _mixed("the ranks hold it in several shapes", held[-1].array.path, str(key))
+        raise _mixed_error("the ranks hold it in several shapes", held[-1].array.path, str(key))
     return LogicalTensor(key, shape, held[0].array.dtype, mark_replicas(chunks))
 
 
@@ -191,7 +191,7 @@ def _cut(
     local = held[0].array.shape
     if full is None:
         if any(each.array.shape != local for each in held) or len({each.at[2] for each in held}) > 1:
-            raise _unplaced(
+            raise _unplaced_error(
                 key, held[0].array, "slices of a tensor whose shape nothing says", "fetch the model's files too"
             )
         cut = stored_cut(key.name, local, config, tp)
@@ -219,7 +219,7 @@ def _cut(
         ) from fault
 
 
-def _placed(key: TensorKey, group: Sequence[ArrayOfRank], full: Shape, cut: PaddleCut, tp: int) -> Iterator[Chunk]:
+def _place_share(key: TensorKey, group: Sequence[ArrayOfRank], full: Shape, cut: PaddleCut, tp: int) -> Iterator[Chunk]:
     """The chunks of one tensor rank's share."""
     rank = group[0].at[0] if cut.dim is not None else 0
     local, pairs = local_boxes(full, cut, tp, rank)
@@ -232,7 +232,7 @@ def _placed(key: TensorKey, group: Sequence[ArrayOfRank], full: Shape, cut: Padd
     at = 0
     for each in group:
         if len(each.array.shape) != 1:
-            raise _unplaced(
+            raise _unplaced_error(
                 key,
                 each.array,
                 f"shape {list(each.array.shape)}, want {list(local)} or a slice of its line",
@@ -242,10 +242,10 @@ def _placed(key: TensorKey, group: Sequence[ArrayOfRank], full: Shape, cut: Padd
         at += each.array.shape[0]
 
 
-def _mixed(what: str, path: str, key: str) -> InconsistentCheckpoint:
+def _mixed_error(what: str, path: str, key: str) -> InconsistentCheckpoint:
     hint = "files of two saves are mixed: fetch one save whole"
     return InconsistentCheckpoint(what, code="E0384", path=path, key=key, hint=hint)
 
 
-def _unplaced(key: TensorKey, array: StoredArray, message: str, hint: str) -> InputError:
+def _unplaced_error(key: TensorKey, array: StoredArray, message: str, hint: str) -> InputError:
     return InputError(message, code=UNPLACED, path=array.path, key=str(key), hint=hint)

@@ -111,7 +111,7 @@ def transposed(
         elif flip:
             flips.add(name)
     if open_ and settle:
-        raise _undecided(open_, matrices, config, path)
+        raise _undecided_error(open_, matrices, config, path)
     notes = []
     if odd:
         modules = ", ".join(sorted(odd)[:20])
@@ -141,7 +141,9 @@ def _seen(matrices: Mapping[str, Shape], trained: Mapping[str, Shape], path: str
     return {module: flip for module, (flip, _) in seen.items()}
 
 
-def _undecided(names: list[str], shapes: Mapping[str, Shape], config: Mapping[str, Any], path: str) -> Unexplained:
+def _undecided_error(
+    names: list[str], shapes: Mapping[str, Shape], config: Mapping[str, Any], path: str
+) -> Unexplained:
     kind = model_type_of(config)
     about = f"the model type {kind!r} is not known" if kind else "nothing says the model type"
     return Unexplained(
@@ -425,10 +427,10 @@ class _UnifiedReading:
         )
         self.taken += [header.path for header in found.headers]
         self.degrees = found.degrees
-        self._untrained(shapes, found.tensors)
+        self._report_untrained(shapes, found.tensors)
         return found.tensors
 
-    def _untrained(self, shapes: Mapping[str, Sequence[int]], tensors: Iterable[TensorKey]) -> None:
+    def _report_untrained(self, shapes: Mapping[str, Sequence[int]], tensors: Iterable[TensorKey]) -> None:
         """Weights without any state, where a rank's file may be lost with nothing else to show it."""
         trained = {key.name for key in tensors}
         alone = [name for name in shapes if name not in trained and not name.endswith("e_score_correction_bias")]

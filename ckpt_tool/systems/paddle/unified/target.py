@@ -290,7 +290,7 @@ def fit(tensors: Sequence[LogicalTensor], hints: Hints, wish: LayoutWish) -> Fit
     own = hints.get(PaddleHints) or PaddleHints()
     config = wish.config or own.config or {}
     removed = {key.name for key in wish.removed if key.state == MODEL}
-    made, casts = _rounded(rows, config, removed, masters_alone=own.skip_save_model_weight is True)
+    made, casts = _round_masters(rows, config, removed, masters_alone=own.skip_save_model_weight is True)
     twins = [] if own.kind == "unified" or config.get("tie_word_embeddings") is not True else _twins(rows + made)
     report = []
     if made:
@@ -303,7 +303,7 @@ def fit(tensors: Sequence[LogicalTensor], hints: Hints, wish: LayoutWish) -> Fit
     return Fitted((*rows, *made, *twins), casts, tuple(report))
 
 
-def _rounded(
+def _round_masters(
     rows: Rows, config: Mapping[str, Any], removed: set[str], *, masters_alone: bool
 ) -> tuple[Rows, dict[TensorKey, DType]]:
     have = {tensor.key.name for _, tensor in rows if tensor.key.state == MODEL}
