@@ -96,7 +96,7 @@ def degrees_of(wanted: Wanted, experts: int, notes: list[str]) -> JobDegrees:
             )
     zero = wanted.wish.zero
     if ep > 1:
-        dp = _raise_for_experts(tp, ep, dp, experts, notes)
+        dp = _fit_data_ranks(tp, ep, dp, experts, notes)
         if zero == 0 and dp > 1:
             raise UsageError(
                 f"--zero 0 with --ep {ep}: Paddle's expert ranks are carved out of sharding ranks",
@@ -119,7 +119,7 @@ def nothing_shared(version: object) -> str:
     return f"--sharding {version}: no data ranks share states here, so it changes nothing"
 
 
-def _raise_for_experts(tp: int, ep: int, dp: int, experts: int, notes: list[str]) -> int:
+def _fit_data_ranks(tp: int, ep: int, dp: int, experts: int, notes: list[str]) -> int:
     """The data ranks that expert ranks can be carved out of. Raises UsageError E1251."""
     if not experts:
         raise UsageError(f"--ep {ep}: the model has no experts", code=DEGREE, hint="leave --ep off")
