@@ -239,7 +239,8 @@ class DistLayout:
         )
 
     def _grids(self) -> dict[tuple[str, str, int | None], bool]:
-        """Whether the experts under a template fill their grid, by state, template and what `_separate_layer` says of layers."""
+        """Whether the experts under a template fill their grid, by state, template and, where its tensors have keys of
+        their own, layer (`_separate_layer`)."""
         seen: dict[tuple[str, str, int | None], list[set[int]]] = {}  # the experts of each class
         for each in self.classes:
             if each.spot.expert is None:
