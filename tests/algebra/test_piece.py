@@ -11,6 +11,7 @@ import pytest
 from ckpt_tool.algebra.element_map import element_map
 from ckpt_tool.algebra.piece import PAD, Piece, Side, aligned, apply
 from ckpt_tool.core.box import Box, contiguous_strides, whole
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.errors import InternalError
 
 Pairs = list[tuple[int, int]]
@@ -122,7 +123,7 @@ def test_cut_of_cut_pieces_by_misaligned_shapes(seed: int) -> None:
     piece, src_shape, _ = random_piece(rng)
     size = int(np.prod(src_shape))
     width = rng.randint(1, 7)
-    shape = (-(-size // width), width)
+    shape = (ceil_div(size, width), width)
     box = random_box(rng, shape)
     assert pairs(piece.cut("src", shape, box)) == [row for row in pairs([piece]) if in_box(row[0], shape, box)]
 

@@ -34,6 +34,7 @@ from typing import Any, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.run import share_upload
 from ckpt_tool.run.file_parts import FileParts
 from ckpt_tool.storage.stores import store_claims
@@ -144,7 +145,7 @@ class SimulatedStore:
         self._listed.pop(key, None)
 
     def listing(self) -> StoreListing:
-        self._wait("reads", "list", max(1, -(-len(self.data) // PAGE)))
+        self._wait("reads", "list", max(1, ceil_div(len(self.data), PAGE)))
         return StoreListing(self._sim.now, dict(self._listed))
 
 

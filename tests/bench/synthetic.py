@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from ckpt_tool.core.dtype import DTYPES  # noqa: E402
+from ckpt_tool.core.integers import ceil_div  # noqa: E402
 from ckpt_tool.core.layout import Layout, Placement  # noqa: E402
 from ckpt_tool.core.mesh import Mesh  # noqa: E402
 from ckpt_tool.core.target import TargetFile, Wanted, WantedTensor  # noqa: E402
@@ -118,7 +119,7 @@ def values(generator: np.random.Generator, nbytes: int, item: int) -> Iterator[b
     """`nbytes` random bytes that are finite numbers of `item` bytes (2: bf16, 4: fp32), in blocks."""
     while nbytes:
         take = min(nbytes, BLOCK)
-        words = np.frombuffer(generator.bytes(-(-take // 8) * 8), "u8") & np.uint64(
+        words = np.frombuffer(generator.bytes(ceil_div(take, 8) * 8), "u8") & np.uint64(
             0xBFFFBFFFBFFFBFFF if item == 2 else 0xBFFFFFFFBFFFFFFF
         )
         yield words.tobytes()[:take]

@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 
 from ckpt_tool.commands.convert import convert
 from ckpt_tool.commands.diff import diff
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import InputError
 from ckpt_tool.options.reading import Reading
@@ -30,7 +31,7 @@ BLOCK = 8  # rows and columns that share a scale; published files have 128
 def quantised(value: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(codes, scales, what they stand for in bfloat16) of a matrix."""
     rows, columns = value.shape
-    scales = np.ones((-(-rows // BLOCK), -(-columns // BLOCK)), np.float32)
+    scales = np.ones((ceil_div(rows, BLOCK), ceil_div(columns, BLOCK)), np.float32)
     for i, j in np.ndindex(scales.shape):
         block = np.abs(value[i * BLOCK : (i + 1) * BLOCK, j * BLOCK : (j + 1) * BLOCK])
         scales[i, j] = block.max() / 448

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from ckpt_tool.cli import run as cli
 from ckpt_tool.commands.convert import convert
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import CkptError, InconsistentCheckpoint, UsageError
 from ckpt_tool.options.reading import Reading
@@ -126,7 +127,7 @@ def test_blocks_may_be_short(shape: tuple[int, int], tmp_path: Path) -> None:
     parts, _ = quantised(weight, tmp_path / "m", "fp8-block")
     rows, columns = shape
     padded = torch.nn.functional.pad(weight.float(), (0, -columns % 128, 0, -rows % 128))
-    tiles = padded.reshape(-(-rows // 128), 128, -(-columns // 128), 128)
+    tiles = padded.reshape(ceil_div(rows, 128), 128, ceil_div(columns, 128), 128)
     scales = tiles.abs().amax((1, 3)) / 448
     codes = (tiles / scales[:, None, :, None]).to(torch.float8_e4m3fn).reshape(padded.shape)[:rows, :columns]
     assert torch.equal(parts["_scale_inv"], scales)

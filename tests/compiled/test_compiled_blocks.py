@@ -20,6 +20,7 @@ from ckpt_tool.compiled import library as compiled
 from ckpt_tool.compiled.library import CompiledLibrary, CTerm
 from ckpt_tool.compiled.loading import PATHS, Opened
 from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.tensor import StoredArray, TensorKey, simple_tensor
 from ckpt_tool.merging.averages import Linear
 from ckpt_tool.quantised import blocks as gguf_blocks
@@ -367,6 +368,6 @@ def test_floats_of_ggufs_blocks(
         tree.fill("model/w", 4 * low, direct.data)
         np.testing.assert_array_equal(direct, line[4 * low : 4 * high])
         out = memoryview(bytearray(2 * (high - low)))
-        whole = taken[low // elements : -(-high // elements)].all()
+        whole = taken[low // elements : ceil_div(high, elements)].all()
         assert tree.compute_rounded("model/w", low, DTYPES["BF16"], out) == whole
         assert not whole or bytes(out) == half.reshape(-1)[low:high].tobytes()

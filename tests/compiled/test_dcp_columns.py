@@ -22,6 +22,7 @@ from ckpt_tool.compiled.loading import Opened
 from ckpt_tool.core import tensor as core
 from ckpt_tool.core.catalog import Catalog, faults_of
 from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.tensor import ChunkColumns, plainly_tile
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats import copies
@@ -62,7 +63,7 @@ def cut(shape: tuple[int, ...], grid: tuple[int, ...]) -> list[Box]:
     """The boxes of a grid, the last ones short or empty."""
     boxes: list[Box] = [((), ())]
     for n, parts in zip(shape, grid, strict=True):
-        size = -(-n // parts)
+        size = ceil_div(n, parts)
         sides = [(min(i * size, n), min((i + 1) * size, n) - min(i * size, n)) for i in range(parts)]
         boxes = [((*offset, at), (*extent, n)) for offset, extent in boxes for at, n in sides]
     return boxes

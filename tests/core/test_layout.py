@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.fallback import POLICIES, Choice, choose
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.layout import Layout, Placement, block, held, place
 from ckpt_tool.core.mesh import DIMS, Mesh
 from ckpt_tool.errors import UsageError
@@ -169,7 +170,7 @@ def test_padded_blocks_are_all_of_one_size(n: int, tp: int, granule: int) -> Non
     placement = place(shape, [(0, ["tp"])], mesh, granule=granule, policy="pad")
     rows = list(held(shape, placement, mesh))
     assert len({h.shape for h in rows}) == 1
-    assert rows[0].shape[0] == -(-n // tp) * granule
+    assert rows[0].shape[0] == ceil_div(n, tp) * granule
     assert sum(h.box.shape[0] for h in rows) == n * granule
     assert all(h.box.shape[0] <= h.shape[0] and h.box.shape[0] % granule == 0 for h in rows)
 

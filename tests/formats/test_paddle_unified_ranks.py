@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from ckpt_tool.core.hints import Degrees
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats.base import ReadOptions
 from ckpt_tool.options.reading import Reading
@@ -54,7 +55,7 @@ def cut(name: str, value: np.ndarray, tp: int, rank: int) -> np.ndarray:
 def slices(value: np.ndarray, ranks: int, unit: int, start: int) -> list[tuple[int, np.ndarray]]:
     """Sharding v2: (rank, slice) of a line padded to `unit * ranks`, which begins at `start` of a buffer; its ranks'
     borders lie where they lie."""
-    padded = -(-value.size // (unit * ranks)) * unit * ranks
+    padded = ceil_div(value.size, unit * ranks) * unit * ranks
     line = np.concatenate([value.reshape(-1), np.zeros(padded - value.size, np.float32)])
     share = max(padded, 1)
     first = start % share

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.harness.pieces import Coordinates, RankState, TensorPiece
 
 STATES = ("model", "master", "exp_avg", "exp_avg_sq", "ema")
@@ -157,7 +158,7 @@ def _pieces(spec: Spec, lay: Any, at: Coordinates, whole: Any, replicated: tuple
         for expert in (False, True):
             ranks, index = (lay.dp // lay.ep, at.dp // lay.ep) if expert else (lay.dp, at.dp)
             group = [m for m in mine if (".experts." in m[0]) is expert]
-            share = -(-sum(torch.Size(m[2]).numel() for m in group) // ranks)
+            share = ceil_div(sum(torch.Size(m[2]).numel() for m in group), ranks)
             line = 0
             for name, offset, box in group:
                 tensor = whole[state, name][tuple(slice(o, o + n) for o, n in zip(offset, box, strict=True))].clone()
@@ -166,7 +167,7 @@ def _pieces(spec: Spec, lay: Any, at: Coordinates, whole: Any, replicated: tuple
                     pieces.append(TensorPiece(name, state, shapes(spec)[name].shape, offset, box, tensor))
                     continue
                 if lay.zero == 3:
-                    each = -(-numel // ranks)
+                    each = ceil_div(numel, ranks)
                     start = min(index * each, numel)
                     stop = min((index + 1) * each, numel)
                 else:

@@ -21,6 +21,7 @@ import xxhash
 from box_cases import POISON, Bench, Bytes, Watched, device_of, make_case
 
 from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.device import kernels
 from ckpt_tool.device.adamw import Constants, Flat, step, swap
 from ckpt_tool.device.casts import CastScales, CodeBox, cast_boxes, pack_casts, pack_codes
@@ -153,7 +154,7 @@ def box_dequantise(device: Device, seed: int) -> str:
     column = min(column, columns - 1)
     extents = [rows - row, columns - column]
     codes = rng.integers(0, 0x7F, rows * columns, np.uint8) | rng.integers(0, 2, rows * columns, np.uint8) << 7
-    scales = rng.standard_normal((-(-rows // block[0]), -(-columns // block[1]))).astype(np.float32)
+    scales = rng.standard_normal((ceil_div(rows, block[0]), ceil_div(columns, block[1]))).astype(np.float32)
     floats, _ = cast(codes.data, DTYPES["F8_E4M3"], DTYPES["F32"])
     spread = scales[np.arange(rows)[:, None] // block[0], np.arange(columns) // block[1]]
     values = (np.frombuffer(floats, np.float32).reshape(rows, columns) * spread)[row:, column:]

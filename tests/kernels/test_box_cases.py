@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from box_cases import POOL, Bench, Case, Watched, make_case
 
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.device.descriptors import SPANS, TILE, Strided, pack
 from ckpt_tool.device.kernels import box_copy
 from ckpt_tool.device.library import Device
@@ -95,10 +96,10 @@ def vectors_of(source: int, target: int, nbytes: int, before: int, after: int) -
     """How many 16-byte stores a span allows: blocks of the target's grid inside it, whose bytes two aligned loads (one,
     where both sides lie alike) have without going further than `before` and `after` bytes beyond it."""
     found = 0
-    for block in range(-(-target // 16) * 16, target + nbytes - 15, 16):
+    for block in range(ceil_div(target, 16) * 16, target + nbytes - 15, 16):
         begin = source + block - target
         low = begin // 16 * 16
-        high = -(-(begin + 16) // 16) * 16
+        high = ceil_div(begin + 16, 16) * 16
         found += low >= source - before and high <= source + nbytes + after
     return found
 

@@ -16,6 +16,7 @@ import pytest
 from box_cases import Watched
 
 from ckpt_tool.core.dtype import DTYPES, DType
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.device.casts import CAST_TILE, KINDS, cast_boxes, kind, line, pack_casts
 from ckpt_tool.device.descriptors import Strided, magic
 from ckpt_tool.device.kernels import box_cast
@@ -371,7 +372,7 @@ def test_groups_where_all_lies_on_their_grid(source: DType, target: DType) -> No
     assert packed["vlog"][0] == group.bit_length() - 1 and packed["divr"][0] == magic(6)
     assert (packed["rows"][0], packed["run"][0], packed["tiles_per_row"][0]) == (300, 6 * group, 1)
     each = min(300, CAST_TILE // (6 * group))
-    assert packed["rows_per_tile"][0] == each and tiles == -(-300 // each) and nbytes == 300 * 6 * group * t
+    assert packed["rows_per_tile"][0] == each and tiles == ceil_div(300, each) and nbytes == 300 * 6 * group * t
     half = group // 2
     three = range(3)
     for off in (

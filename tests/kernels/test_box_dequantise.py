@@ -15,6 +15,7 @@ import pytest
 from box_cases import Watched
 
 from ckpt_tool.core.dtype import DTYPES, DType
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.device.casts import CastScales, CodeBox, Counted, kind, pack_codes
 from ckpt_tool.device.descriptors import magic
@@ -89,7 +90,7 @@ def make(rng: np.random.Generator, dtype: DType, scale_dtype: DType, *, wild: bo
     if not wild and dtype.name == "F8_E4M3":
         codes[(codes & 0x7F) == 0x7F] = 0x38
     own = matrices if rng.random() < 0.7 else 1
-    shape = (own, -(-rows // block[0]), -(-columns // block[1]))
+    shape = (own, ceil_div(rows, block[0]), ceil_div(columns, block[1]))
     if own == 1 and matrices > 1:  # one serves all: a single number, as the recipes have it
         block = (rows, columns)
         shape = (1, 1, 1)

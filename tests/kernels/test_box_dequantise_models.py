@@ -18,6 +18,7 @@ import numpy.typing as npt
 import pytest
 
 from ckpt_tool.core.dtype import DTYPES, DType
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.device.casts import CastScales, CodeBox, Counted, pack_codes
 from ckpt_tool.device.kernels import box_dequantise
 from ckpt_tool.device.library import Device
@@ -68,8 +69,8 @@ def box_of(weight: Quantised, tensors: dict[str, Entry], base: int, target: int)
     height = weight.block[0]
     width = weight.block[1]
     size = scale.dtype.bits // 8
-    across = -(-columns // width)
-    down = -(-rows // height)
+    across = ceil_div(columns, width)
+    down = ceil_div(rows, height)
     half = weight.codes in (NIBBLES, TURNED)
     of = CastScales(base + scale.offset, scale.dtype, weight.block, (down * across * size, across * size))
     source = (base + codes.offset) * (2 if half else 1)

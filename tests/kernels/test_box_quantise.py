@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pytest
 
 from ckpt_tool.core.dtype import DTYPES, DType
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.device.kernels import box_quantise
 from ckpt_tool.device.library import Device
 from ckpt_tool.device.quantising import TABLE, FloatBox, pack_floats
@@ -32,8 +33,8 @@ def made(
     """(codes as bytes, scales as bytes, blocks that are not finite) of (matrices, rows, columns)."""
     matrices, rows, columns = values.shape
     high, wide = scheme.block
-    down = -(-rows // high)
-    across = -(-columns // (wide or columns))
+    down = ceil_div(rows, high)
+    across = ceil_div(columns, wide or columns)
     of = DTYPES[scheme.scales] if scheme.scales else source
     item = source.bits // 8
     size = of.bits // 8

@@ -10,6 +10,7 @@ import pytest
 from box_cases import Watched
 
 from ckpt_tool.core.dtype import DTYPES, DType
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.device import kernels
 from ckpt_tool.device.comparisons import (
@@ -219,7 +220,7 @@ def test_long_runs_are_cut_into_tiles(device: Device, name: str, shift: int, thr
         with device.upload(np.concatenate([np.zeros(shift, np.uint8), a])) as left, device.upload(b) as right:
             box = Strided(left.address + shift, right.address, (2,), (nbytes,), (nbytes,), nbytes)
             packed = pack_pairs([box], [kind])
-            assert packed.tiles == 2 * -(-nbytes // TILE)
+            assert packed.tiles == 2 * ceil_div(nbytes, TILE)
             check(compare(device, [box], [kind])[0], a, b, kind, f"{nbytes=}")
             one = pack_pairs([box], [kind], one_side=True)
             start = np.zeros(8, np.uint64)

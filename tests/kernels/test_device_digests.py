@@ -11,6 +11,7 @@ from box_cases import Watched
 
 from ckpt_tool.core.box import Box, contiguous_strides
 from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.device import kernels
 from ckpt_tool.device.descriptors import DESC, PackedDescriptors
 from ckpt_tool.device.digests import DigestLine, PlacedTensor, digests, leaf_hashes, pack_lines
@@ -186,7 +187,7 @@ def test_whole_tensors_have_the_digest_of_verify(device: Device) -> None:
 
 
 def shards(shape: tuple[int, ...], dim: int, ways: int, item: int) -> list[Box]:
-    size = -(-shape[dim] // ways)
+    size = ceil_div(shape[dim], ways)
     out = []
     for k in range(ways):
         offset = [0] * len(shape)

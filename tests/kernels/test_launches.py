@@ -9,6 +9,7 @@ import numpy_boxes
 import pytest
 
 from ckpt_tool.core.box import contiguous_strides
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.device import descriptors, kernels
 from ckpt_tool.device.descriptors import (
     ELEMENTS,
@@ -157,7 +158,7 @@ def test_tiles_follow_one_another_and_hold_about_as_much() -> None:
             else:
                 held = int(box["rows_per_tile"])
                 assert held == rows or held * run <= tile < (held + 1) * run
-                at += -(-rows // held)
+                at += ceil_div(rows, held)
         assert made.tiles == at
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from ckpt_tool.core.box import whole
 from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import CkptError
 from ckpt_tool.quantised.floats import recipe
@@ -45,7 +46,7 @@ class Odd:
         kind = self.draw.choice(("F32", "BF16", "F16", "F8_E8M0", "U8", "F8_E4M3"))
         row = self.shape(rows, 1)
         grid = self.shape(rows, self.groups)
-        blocks = self.shape(-(-rows // 16), -(-columns // 16))
+        blocks = self.shape(ceil_div(rows, 16), ceil_div(columns, 16))
         which = self.draw.choice(("bytes", "words", "nibbles", "blocks"))
         if which == "bytes":
             ending = self.draw.choice(("_scale", "_scale_inv"))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.quantised.codes import list_byte_values, rectangles, unpack_codes
@@ -119,7 +120,7 @@ def deepseek(codes: torch.Tensor, scales: torch.Tensor, block: int) -> torch.Ten
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 def test_blocks_that_do_not_divide(shape: tuple[int, ...], kind: torch.dtype, tmp_path: Path) -> None:
     codes = (torch.arange(int(np.prod(shape))) % 251).to(torch.uint8).reshape(shape).view(torch.float8_e4m3fn)
-    grid = (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
+    grid = (*shape[:-2], ceil_div(shape[-2], 128), ceil_div(shape[-1], 128))
     scales = (1 + torch.arange(int(np.prod(grid)))).reshape(grid).to(kind) / 7
     save_file({"w": codes, "w_scale_inv": scales.contiguous()}, tmp_path / "w.safetensors")
     tree, seen = floats_of(

@@ -24,6 +24,7 @@ from ckpt_tool.cli import run
 from ckpt_tool.commands.clean import clean
 from ckpt_tool.commands.convert import convert, reshard
 from ckpt_tool.commands.diff import diff
+from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import CkptError, OutputExists, SourceChanged, StorageError, UsageError
 from ckpt_tool.options.reading import Reading
@@ -461,7 +462,7 @@ def test_an_interrupted_run_goes_on_with_what_was_sent(s3: S3, shards: Path, tmp
     convert(str(shards), str(tmp_path / "out"), Reading(), dcp(), Silent())
     made = files(tmp_path / "out")
     assert objects(s3, "out") == made and not pending(s3)
-    assert len(parts_sent(s3)) <= -(-len(made["__0_0.distcp"]) // 4096) - at + 8, "what was there is sent again"
+    assert len(parts_sent(s3)) <= ceil_div(len(made["__0_0.distcp"]), 4096) - at + 8, "what was there is sent again"
 
 
 def test_parts_of_another_content_are_sent_again(s3: S3, shards: Path, tmp_path: Path) -> None:
@@ -542,7 +543,7 @@ def test_sizes_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     for nbytes in (0, 1, 8 << 20, 100 << 30, 5 << 40):
         size = multipart.part_size(nbytes)
-        assert size >= 5 << 20 and -(-nbytes // size) <= 10_000 and size <= 5 << 30
+        assert size >= 5 << 20 and ceil_div(nbytes, size) <= 10_000 and size <= 5 << 30
 
 
 def test_the_etag_of_a_whole_object_is_known(s3: S3) -> None:
