@@ -103,8 +103,8 @@ def refuse_unaccounted(place: str, paths: Iterable[str], empty: bool, other: Rea
     try:
         with failures_met() as failures, collect_report_data(False):  # a report is of the sources
             given = open_tree(place)
-            if given.single is not None:  # it was named itself
-                registry.detect(given)
+            if given.single is not None:  # it was named itself; its suffix alone does not make it a checkpoint
+                open_source(place, Reading(lenient=True))
                 return
             kind, known = _accounted_in(given, place, other)
             left = [path for path in paths if path not in known]

@@ -312,3 +312,29 @@ def test_a_list_of_modules_accounts_for_modules_alone(tmp_path: Path, capfd: Any
     before = everything(tmp_path)
     status, error = convert(out, capfd)
     assert (status, error["code"]) == (5, "E1604") and everything(tmp_path) == before
+
+
+def test_a_named_file_is_replaced_where_it_can_be_read_as_a_checkpoint(tmp_path: Path, capfd: Any) -> None:
+    out = tmp_path / "x.safetensors"
+    shutil.copy(FIXTURES / "safetensors" / "llama_one_file" / "model.safetensors", out)
+    status, _ = convert(out, capfd, to="safetensors")
+    assert status == 0
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"notes of a person",
+        b"\x80\x02]q\x00K\x01a.",
+        (8).to_bytes(8, "little") + b"{}      and more",
+        b"GGUF too short",
+    ],
+    ids=["text", "a pickle of a list", "a header without tensors", "a cut file"],
+)
+def test_a_named_file_that_is_no_checkpoint_stays(tmp_path: Path, capfd: Any, content: bytes) -> None:
+    """Its suffix alone says nothing of what a person keeps in it."""
+    out = tmp_path / "x.safetensors"
+    out.write_bytes(content)
+    status, error = convert(out, capfd, to="safetensors")
+    assert status and error["code"] == "E1604"
+    assert out.read_bytes() == content and [*tmp_path.iterdir()] == [out]
