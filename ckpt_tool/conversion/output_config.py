@@ -210,7 +210,8 @@ def _settled_inside(
     )
     out, notes = corrected(config, rows=None, dtype=dtype if says else None, tied=None)
     if not path:
-        rows = model[embedding].shape[0] if embedding in model and "vocab_size" in config else None
+        has_rows = embedding in model and len(model[embedding].shape) == 2
+        rows = model[embedding].shape[0] if has_rows and "vocab_size" in config else None
         out, more = corrected(out, rows=rows, dtype=None, tied=None)
         return out, (*notes, *more)
     part, more = _settled_inside(out[path[0]], path[1:], embedding, model, dtype)
