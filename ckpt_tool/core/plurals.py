@@ -4,6 +4,8 @@
     '1 tensor is merged by average; 1 name shares another parameter'
     >>> agree("layer 1 tensors are stored twice")
     'layer 1 tensors are stored twice'
+    >>> agree("1 of 3 tensors are in no file")
+    '1 of 3 tensors are in no file'
 
 A number counts where it begins a clause or follows a word such as `of` or `has`; `layer 1` and `rank 1` are names. The
 nouns are those that messages count; other words in -s stay as they are.
@@ -45,7 +47,7 @@ _START = (
     r"|(?<=\bat most ))"
 )
 _COUNTED = re.compile(
-    rf"{_START}1 (?P<kind>(?:[a-z0-9'-]+ ){{0,2}}?)(?P<noun>{'|'.join(sorted(NOUNS, key=len, reverse=True))})\b"
+    rf"{_START}1 (?!of )(?P<kind>(?:[a-z0-9'-]+ ){{0,2}}?)(?P<noun>{'|'.join(sorted(NOUNS, key=len, reverse=True))})\b"
     rf"(?: (?P<verb>{'|'.join(VERBS)})\b)?"
 )
 

@@ -52,7 +52,7 @@ def check_chunks(tree: Tree, item: OrbaxItem, arrays: Sequence[Array], *, lenien
     for array in arrays:
         absent = array.missing_keys()
         if absent:
-            what = f"{len(absent)} chunks of {array.name} are not stored, and read as its fill value: {absent[0]}"
+            what = f"{array.name}: {len(absent)} chunks are not stored, and read as its fill value: {absent[0]}"
             notes.append(Note("N-fill", what, tree.display(array.header.path)))
     return notes
 
