@@ -17,7 +17,9 @@ import pytest
 
 import ckpt_tool as ckpt
 from ckpt_tool import cli
+from ckpt_tool.auditing.findings import FoundFault, rows_of
 from ckpt_tool.core.plurals import agree
+from ckpt_tool.sources.sound import row
 
 sys.path.append(str(Path(__file__).resolve().parent))
 
@@ -91,3 +93,10 @@ def test_errors_count_in_the_singular(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "1 tensor is quantised" in capsys.readouterr().err
     assert cli.run(line) == 2
     assert "1 tensor is quantised" in capsys.readouterr().err
+
+
+def test_findings_count_in_the_singular_wherever_they_are_shown(tmp_path: Path) -> None:
+    """JSON, SARIF, JUnit and the page's figures take the message of the finding as it is made."""
+    assert row("W-master", "1 elements are not finite", "w")["message"] == "1 element is not finite"
+    (audited,) = rows_of([FoundFault("A0101", "1 tensors are missing", "w")])
+    assert audited["message"] == "1 tensor is missing"

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
+from ckpt_tool.core.plurals import agree
 from ckpt_tool.errors import catalogue
 
 Severity = Literal["error", "warning", "suspicion"]
@@ -68,7 +69,7 @@ def rows_of(findings: Iterable[FoundFault]) -> list[dict[str, Any]]:
                 "code": finding.code,
                 "severity": severity_of(finding.code),
                 "title": entry.title if entry else finding.code,
-                "message": finding.message,
+                "message": agree(finding.message),
                 "file": finding.file,
                 "tensor": finding.tensor,
                 "do": finding.do or (entry.do if entry else ""),

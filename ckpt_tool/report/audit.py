@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckpt_tool.core.plurals import agree
 from ckpt_tool.report.inspection import note_text
 from ckpt_tool.report.page import Block, Cell, Facts, Lines, Page, Style, Styled, Verdict
 from ckpt_tool.report.text import count, more, plural
@@ -44,7 +43,7 @@ def _write_code_findings(found: Sequence[Document], everything: bool) -> Lines:
     lines: list[Cell] = [Styled(found[0]["title"], "strong")]
     for finding in listed:
         file = f" ({finding['file']})" if finding["file"] and finding["file"] not in finding["message"] else ""
-        lines.append(Styled(f"{agree(finding['message'])}{file}", _STYLES[finding["severity"]]))
+        lines.append(Styled(f"{finding['message']}{file}", _STYLES[finding["severity"]]))
         lines += [
             Styled(f"{'see' if position == 0 else 'of the same cause:'} {report['url']}", "dim")
             for position, report in enumerate(finding["seen"])

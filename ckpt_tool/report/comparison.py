@@ -13,7 +13,6 @@ from math import inf
 from statistics import median_low
 from typing import Any
 
-from ckpt_tool.core.plurals import agree
 from ckpt_tool.core.tensor import EMA, MASTER, MODEL, STEP
 from ckpt_tool.report.difference_groups import numbers_of, severity
 from ckpt_tool.report.inspection import note_text
@@ -378,7 +377,7 @@ def _findings(findings: Sequence[Document], *, everything: bool) -> list[Block]:
             Styled(finding.get("code") or "", "bad"),
             finding.get("tensor") or "",
             place_of(finding),
-            agree(finding.get("message") or ""),
+            finding.get("message") or "",
         )
         for finding in listed
     )

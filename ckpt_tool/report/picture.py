@@ -17,6 +17,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.box import Box
+from ckpt_tool.core.plurals import agree
 from ckpt_tool.core.report_data import ReportData
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.report import palette
@@ -270,7 +271,7 @@ def _findings(document: Document, rows: Sequence[Tensor]) -> dict[str, Any]:
         [
             "",
             "note",
-            f"{count:,} values are NaN or Inf (shown, not counted)",
+            agree(f"{count:,} values are NaN or Inf (shown, not counted)"),
             numbers.get(name, NONE),
             show_text(name),
             "",

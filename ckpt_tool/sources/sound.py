@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_tool.core.catalog import faults_of
+from ckpt_tool.core.plurals import agree
 from ckpt_tool.errors import (
     CkptError,
     CorruptFile,
@@ -40,8 +41,9 @@ CUT_SHORT = "E1671"
 
 
 def row(code: str, message: str, tensor: str | None, *, file: str | None = None, **more: Any) -> dict[str, Any]:
-    """A finding."""
-    return {"code": code, "message": message, "file": file, "tensor": tensor, **more}
+    """A finding, its message in the singular where it is about one thing: pages, JSON, SARIF and JUnit show it as it
+    is here."""
+    return {"code": code, "message": agree(message), "file": file, "tensor": tensor, **more}
 
 
 def finding(fault: CkptError) -> dict[str, Any]:
