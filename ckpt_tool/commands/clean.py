@@ -10,17 +10,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ckpt_tool.core.inner_path import STAGED, is_leaving, is_staging
+from ckpt_tool.core.inner_path import STAGED, is_leaving, is_set_aside, is_staging
 from ckpt_tool.errors import wrap_os_error
 from ckpt_tool.storage.descriptors import close_read
-from ckpt_tool.storage.output.destination import RemotePlace, place_of
+from ckpt_tool.storage.output.destination import RemotePlace, place_of, staging_path
 from ckpt_tool.storage.output.removal import erase, is_locked, was_taken
+from ckpt_tool.storage.output.set_aside import destination_of, put_back, was_set_aside
 from ckpt_tool.storage.output.staging import read_list, remove_leavings, strays, was_replaced
 
 
 def clean(folder: str, *, remove: bool = False) -> dict[str, Any]:
-    """Staging folders directly below `folder`, and what a killed `ckpt prune` had begun to delete: path, bytes, whether
-    a run still holds the lock; removed with `remove`. Of a place in a store: uploads at and below it that were begun
+    """Staging folders directly below `folder`, what a killed `ckpt prune` had begun to delete, and old outputs that a
+    killed run had set aside: path, bytes, whether a run still holds the lock; removed with `remove`, or put back where
+    no new output has come. Of a place in a store: uploads at and below it that were begun
     and not ended, and the records of workers that shared it out, or what lies below it."""
     found = []
     if isinstance(place_of(folder), RemotePlace):
@@ -29,11 +31,13 @@ def clean(folder: str, *, remove: bool = False) -> dict[str, Any]:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError as e:
         raise wrap_os_error(e, folder, "listing") from e
-    for entry in entries:
-        if is_leaving(entry.name):
-            row = _leaving(Path(entry.path), remove=remove)
-            if row is not None:
-                found.append(row)
+    # What was set aside first: the staging folder beside it says whether a run is at it.
+    leavings = sorted((entry for entry in entries if is_leaving(entry.name)), key=lambda each: is_staging(each.name))
+    for entry in leavings:
+        look = _set_aside if is_set_aside(entry.name) else _leaving
+        row = look(Path(entry.path), remove=remove)
+        if row is not None:
+            found.append(row)
     return {"schema_version": 1, "folder": folder, "leavings": found}
 
 
@@ -61,6 +65,51 @@ def _leaving(path: Path, *, remove: bool) -> dict[str, Any] | None:
         raise wrap_os_error(e, path, "looking at what a run left") from e
     row: dict[str, Any] = {"path": str(path), "bytes": nbytes, "locked": busy, "removed": gone}
     return row | ({"kept": kept} if kept else {})
+
+
+def _set_aside(path: Path, *, remove: bool) -> dict[str, Any] | None:
+    """An old output under its hidden name; None for what only bears such a name, or has just lost it.
+
+    With `remove` it goes where the new output has its name, and gets its name back where nothing has. It stays where a
+    run is at it, and where somebody else has taken the name: what the run has staged is still there then.
+    """
+    try:
+        if not was_set_aside(path):
+            return None
+        is_folder = path.is_dir() and not path.is_symlink()
+        nbytes = _blocks_below(path) if is_folder else os.lstat(path).st_size
+        destination = destination_of(path)
+        busy, waits = _look_at_staging(staging_path(destination))
+        restored = put_back(destination) if remove and not busy else None
+        gone = remove and not busy and not waits and restored is None
+        listed = is_folder and _is_listed(path)
+        kept = _kept_in(path) if listed else []
+        if gone and listed:
+            gone = remove_leavings(path)
+        elif gone:  # whole: nothing is removed of it before the list is written
+            erase(path)
+    except FileNotFoundError:  # another has put it back
+        return None
+    except OSError as e:
+        raise wrap_os_error(e, path, "looking at what a run left") from e
+    row: dict[str, Any] = {"path": str(path), "bytes": nbytes, "locked": busy, "removed": gone}
+    return row | ({"put_back": str(destination)} if restored == path else {}) | ({"kept": kept} if kept else {})
+
+
+def _is_listed(folder: Path) -> bool:
+    """Is there a whole list of what may go of it? Raises OSError."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        return bool(read_list(fd))
+    finally:
+        close_read(fd)
+
+
+def _look_at_staging(folder: Path) -> tuple[bool, bool]:
+    """(does a run hold its lock, is there anything in it). Raises OSError."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False, os.path.lexists(folder)
+    return is_locked(folder), bool(os.listdir(folder))
 
 
 def _remove(path: Path, *, staged: bool) -> bool:

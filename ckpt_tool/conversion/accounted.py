@@ -37,9 +37,11 @@ from ckpt_tool.sources.judging import parts_of
 from ckpt_tool.sources.opening import Opened, open_source
 from ckpt_tool.sources.steps import POINTERS, steps_in
 from ckpt_tool.sources.trainer_files import is_pretrained_file, written_by_trainers
+from ckpt_tool.storage.descriptors import naming
 from ckpt_tool.storage.opening import open_tree
-from ckpt_tool.storage.output.destination import Place, RemotePlace, refuse_link
+from ckpt_tool.storage.output.destination import Place, RemotePlace, refuse_link, staging_path
 from ckpt_tool.storage.output.replaced import RECORD, ReplacedOutput, Stamp, entries_below, some_of
+from ckpt_tool.storage.output.set_aside import comes_back
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.texts import strict_json
 from ckpt_tool.weight_schemes.weights import QUANTISER_FILES
@@ -68,8 +70,12 @@ def check_replaced(destination: Place, other: Reader | None = None) -> ReplacedO
     if isinstance(destination, RemotePlace):
         return _check_store(destination.url)
     refuse_link(destination)
-    there = entries_below(destination)
-    refuse_unaccounted(str(destination), list(there), _is_nothing(there), other)
+    with naming(destination, "looking for an old output that a killed run set aside"):
+        # The run puts it back before it begins (`Staging`).
+        output = comes_back(destination) if os.path.lexists(staging_path(destination)) else None
+    output = output or destination
+    there = entries_below(output)
+    refuse_unaccounted(str(output), list(there), _is_nothing(there), other)
     return ReplacedOutput(there)
 
 

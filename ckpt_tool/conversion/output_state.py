@@ -10,7 +10,8 @@ from typing import NamedTuple
 from ckpt_tool.plan.plan import Plan
 from ckpt_tool.storage.output.destination import Place, RemotePlace, place_of
 from ckpt_tool.storage.output.journal import PartStatus
-from ckpt_tool.storage.output.staging import statuses_of, was_committed
+from ckpt_tool.storage.output.marks import was_committed
+from ckpt_tool.storage.output.staging import statuses_of
 
 
 class OutputState(NamedTuple):
@@ -45,7 +46,8 @@ def output_state(place: Place) -> OutputState:
 
 def is_committed(plan: Plan) -> bool:
     """Does the output lie there whole, written by processes that shared this plan out? False where a file system
-    keeps no such marks. In a store, records that one left who died right after that are removed."""
+    keeps neither marks nor fractions of seconds. In a store, records that one left who died right after that are
+    removed."""
     place = place_of(plan.destination)
     if isinstance(place, Path):
         return was_committed(place, plan.identifier())

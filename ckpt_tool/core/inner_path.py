@@ -23,8 +23,10 @@ FOLDERS = 31  # above a file, below the root
 COMPONENT = 255  # bytes of one name: NAME_MAX of Linux's file systems
 LONGEST = 2000  # bytes of a path below the root: with the root, PATH_MAX of Linux is 4096
 JOURNAL = ".ckpt-journal"  # what the journals in a staging folder are called, or begin with
+FILES = f"{JOURNAL}-files"  # lists the files that are staged, or that are being removed
 STAGED = ".ckpt-partial"  # what a staging folder's name ends with
 REMOVED = ".ckpt-removed"  # what the name of something ends with that is being deleted
+REPLACED = ".ckpt-replaced"  # and of an old output while a new one takes its name
 VIEW = "//"  # parts a real file's path from what it is viewed as (`storage.views`)
 STORES = ("s3", "s3a", "az", "azure")  # schemes of the stores that outputs go to: there keys are the paths
 SHOWN = 20  # faults
@@ -37,23 +39,29 @@ _ODD = re.compile(r"[\\\x00-\x1f\x7f]")
 # The whole form of each name that we make: a user's `notes.ckpt-partial` or `.ckpt-journal.txt` is no such name.
 _STAGED_NAME = re.compile(rf"\..+{re.escape(STAGED)}", re.DOTALL)
 _REMOVED_NAME = re.compile(rf"\..+\.[0-9a-f]{{8}}{re.escape(REMOVED)}", re.DOTALL)
+_SET_ASIDE_NAME = re.compile(rf"\..+\.[0-9a-f]{{8}}{re.escape(REPLACED)}", re.DOTALL)
 _JOURNAL_NAME = re.compile(
     rf"{re.escape(JOURNAL)}(?:-[1-9][0-9]{{0,8}}-of-[1-9][0-9]{{0,8}}|-by-[A-Za-z0-9_-]+|-claims|-files)?"
 )
 
 
 def is_leaving(name: str) -> bool:
-    """Is it the name of a folder that a run of ours writes in, or deletes? An interrupted run leaves it behind.
+    """Is it a name that a run of ours gives to what it writes in, deletes or replaces? An interrupted run leaves it.
 
     >>> is_leaving(".out.ckpt-partial"), is_leaving(".step-9.3f9c21aa.ckpt-removed"), is_leaving("out.ckpt-partial")
     (True, True, False)
     """
-    return is_staging(name) or is_removed(name)
+    return is_staging(name) or is_removed(name) or is_set_aside(name)
 
 
 def is_removed(name: str) -> bool:
     """Is it the name of something that is being deleted?"""
     return _REMOVED_NAME.fullmatch(name) is not None
+
+
+def is_set_aside(name: str) -> bool:
+    """Is it the name of an old output while a new one takes its name?"""
+    return _SET_ASIDE_NAME.fullmatch(name) is not None
 
 
 def is_staging(name: str) -> bool:

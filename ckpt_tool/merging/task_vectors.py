@@ -167,7 +167,10 @@ class TaskVectors(Tiled):
             return sums
 
         factors: list[np.float32 | None] = []
-        for trim, (before, after) in zip(self.trims, self.sums.get(look, same).astype(np.float32), strict=True):
+        sums = self.sums.get(look, same).astype(np.float32)
+        for number, trim in enumerate(self.trims):
+            before = sums[number, 0]
+            after = sums[number, 1]
             plain = trim is None or trim.density >= 1 or before < LEAST_SUM or after < LEAST_SUM
             factors.append(None if plain else before / after)
         return factors
@@ -361,7 +364,8 @@ class Selection:
 
     def _thresholds(self, lower: Counts, halves: Sequence[tuple[int, int]]) -> list[Threshold]:
         thresholds = []
-        for (half, below), counts, ask in zip(halves, lower, self._asks, strict=True):
+        for number, ((half, below), ask) in enumerate(zip(halves, self._asks, strict=True)):
+            counts = lower[number]
             rank, under = self._place(counts, self._rank(ask) - below)
             equal = int(counts[rank])
             smaller = below + under

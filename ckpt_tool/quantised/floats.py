@@ -422,6 +422,7 @@ class Moment(Recipe):
         scales = []
         for number, scale_input in enumerate(self.inputs[1:], 1):
             columns = scale_input.tensor.shape[-1] if scale_input.tensor.shape else 1
+            row: np.ndarray[Any, np.dtype[Any]]
             if packed:
                 first = low // quant.GROUP
                 last = ceil_div(low + rows, quant.GROUP)

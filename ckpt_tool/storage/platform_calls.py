@@ -1,15 +1,17 @@
 """The system calls that only some systems or file systems have, each with what happens where it is missing.
 
     call                Linux            macOS         without it
-    rename_new          renameat2        renamex_np    a look at the name, then the rename
-    exchange            renameat2        renamex_np    three renames; after a kill between them `staging` mends it
+    rename_new          renameat2        renamex_np    a file: a link, and the old name goes; a folder: a look, a rename
+    exchange            renameat2        renamex_np    a file: a link, a rename; a folder: two renames (`set_aside`)
     set_mark, get_mark  xattr            xattr         OSError EOPNOTSUPP: the next run asks in place of knowing
     allocate            posix_fallocate  none          only the size is set: a full disk shows when bytes are written
     copy_file_range     copy_file_range  none          OSError ENOSYS: the bytes are read and written
     flush               fsync            F_FULLFSYNC   fsync, which on macOS leaves bytes in the disk's own cache
 
-What is promised is the same on each: an output that is whole or not there, and no file of a user's lost. Everything
-else that the tool asks of a system (`dir_fd`, O_NOFOLLOW, flock, preadv) is there on both; `openat2` is not used.
+What is promised is the same on each: an output that is whole or not there, and no file of a user's lost. One promise is
+weaker: a run that is killed while it replaces a folder, where names can't be exchanged, may leave the old one under a
+hidden name, and the same command or `ckpt clean` gives it its name back. Everything else that the tool asks of a
+system (`dir_fd`, O_NOFOLLOW, flock, preadv) is there on both; `openat2` is not used.
 
 CKPT_TEST_WITHOUT=renameat2,xattr,fallocate,copy_file_range takes calls away, for tests of what happens without them. On
 macOS itself only the wheel's own tests in the release workflow run.
@@ -21,6 +23,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import stat
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -47,26 +50,56 @@ def rename_new(old: Path, new: Path) -> None:
     """Rename; raise FileExistsError where `new` is there."""
     if _rename(old, new, linux=_NOREPLACE, mac=_MAC_EXCLUSIVE):
         return
+    if _link(old, new):
+        with suppress(OSError):  # the new name is there: a second one that stays is a leaving of the run
+            os.unlink(old)
+        return
+    _rename_after_look(old, new)
+
+
+def _rename_after_look(old: Path, new: Path) -> None:
     if os.path.lexists(new):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(new))
     os.rename(old, new)
 
 
-def exchange(old: Path, new: Path, aside: Path) -> None:
-    """Exchange two names. aside: what `new` is called for a moment, where the system can't exchange: a kill then leaves
-    it there."""
+def exchange(old: Path, new: Path, aside: Path) -> Path:
+    """Exchange two names: what `new` was called is called `old` then, or `aside` where the system can't exchange. Which
+    one is returned. A file has the name `new` at every moment, a folder, where it can't, for a moment none."""
     if _rename(old, new, linux=_EXCHANGE, mac=_MAC_SWAP):
-        return
-    if os.path.lexists(aside):
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(aside))
-    os.rename(new, aside)
+        return old
+    is_linked = _link(new, aside)
+    if not is_linked:
+        _rename_after_look(new, aside)
     try:
         os.rename(old, new)
     except OSError:
         with suppress(OSError):  # what was there comes back to its name; where the disk refuses, the next run does it
-            os.rename(aside, new)
+            if is_linked:
+                os.unlink(aside)
+            else:
+                os.rename(aside, new)
         raise
-    os.rename(aside, old)
+    return aside
+
+
+def _link(file: Path, name: Path) -> bool:
+    """Give a file a second name, or leave it that. False, with nothing done, for a folder, or where there are no such
+    links. Raises OSError; FileExistsError where the name is there and another's."""
+    info = os.lstat(file)
+    if stat.S_ISDIR(info.st_mode):
+        return False
+    try:
+        os.link(file, name, follow_symlinks=False)
+    except FileExistsError:
+        if not os.path.samestat(info, os.lstat(name)):
+            raise
+    except OSError as e:
+        # EPERM: of a file system without links, and of another user's file where the kernel guards those
+        if e.errno in UNSUPPORTED or e.errno in (errno.EPERM, errno.EMLINK):
+            return False
+        raise
+    return True
 
 
 def _rename(old: Path, new: Path, *, linux: int, mac: int) -> bool:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import exchanging
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -177,9 +178,18 @@ class Ground:
         """After any fault: the source untouched, the name whole, only our staging folder beside it."""
         assert snapshot(self.source, times=True) == self.source_before, "the source was touched"
         beside = set(os.listdir(self.place)) - {self.final.name}
+        hidden = {name for name in beside if exchanging.set_aside_as(name) == self.final.name}
+        if hidden and not exchanging.HAS_RENAMEAT2:
+            beside -= hidden
+            for name in hidden:
+                left = {f"out/{path}": row for path, row in snapshot(self.place / name).items()}
+                old = {f"out/{path}": row for path, row in (self.old or {}).items()}
+                assert exchanging.is_left_of(left, old, replaced=self.state() == "new")
         assert beside <= {f".{self.final.name}.ckpt-partial"}, f"left beside the output: {beside}"
         state = self.state()
-        if self.kind == "force":
+        if state == "absent" and hidden and not exchanging.HAS_RENAMEAT2:
+            print(exchanging.WEAKER)
+        elif self.kind == "force":
             assert state != "absent", "the old output was lost before the new one was there"
         return state
 
@@ -196,6 +206,8 @@ class Ground:
             assert (again.status, again.error["code"]) == (5, "E0501"), again.err
         else:
             assert again.status == 0, again.err
+        if not exchanging.HAS_RENAMEAT2:
+            self.server.run(["clean", str(self.place), "--remove", "-q"], under=self.place)
         self.check_clean()
         assert snapshot(self.source, times=True) == self.source_before, "the source was touched"
 

@@ -270,10 +270,10 @@ def wrap(fault: Fault) -> None:
     from ckpt_tool.storage import platform_calls
 
     def struck(real: Any) -> Any:
-        def renameat2(old: Any, new: Any, *more: Any) -> None:
+        def renameat2(old: Any, new: Any, *more: Any) -> Any:
             if fault.due("renameat2", os.path.abspath(new)):
                 fault.strike("renameat2", os.fspath(new))
-            real(old, new, *more)
+            return real(old, new, *more)
 
         return renameat2
 

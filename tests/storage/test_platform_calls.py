@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +17,12 @@ from typing import Any
 
 import pytest
 
+from ckpt_tool.cli import run
+from ckpt_tool.commands.clean import clean
 from ckpt_tool.storage import platform_calls
-from ckpt_tool.storage.output import removal
+from ckpt_tool.storage.output import removal, staging
+from ckpt_tool.storage.output.marks import mark_plan, was_committed
+from ckpt_tool.storage.output.replaced import ReplacedOutput
 from ckpt_tool.storage.platform_calls import VARIABLE
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
@@ -103,19 +108,19 @@ def test_a_name_that_is_taken_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("without")
-def test_an_exchange_in_three_steps(tmp_path: Path) -> None:
+def test_an_exchange_in_two_steps(tmp_path: Path) -> None:
     old = tmp_path / "old"
     new = tmp_path / "new"
     aside = tmp_path / "aside"
     old.write_text("a")
     new.write_text("b")
-    platform_calls.exchange(old, new, aside)
-    assert (old.read_text(), new.read_text(), aside.exists()) == ("b", "a", False)
+    assert platform_calls.exchange(old, new, aside) == aside
+    assert (old.exists(), new.read_text(), aside.read_text()) == (False, "a", "b")
 
-    aside.write_text("somebody's")
+    old.write_text("c")
     with pytest.raises(FileExistsError):
         platform_calls.exchange(old, new, aside)
-    assert (old.read_text(), new.read_text(), aside.read_text()) == ("b", "a", "somebody's")
+    assert (old.read_text(), new.read_text(), aside.read_text()) == ("c", "a", "b")
 
 
 @pytest.mark.usefixtures("without")
@@ -152,6 +157,175 @@ def test_what_is_missing_is_told_by_its_number(tmp_path: Path) -> None:
     with pytest.raises(OSError) as marking:
         platform_calls.set_mark(path, "user.x", b"1")
     assert (copying.value.errno, marking.value.errno) == (errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+class Killed(BaseException):
+    """A kill, as far as what is on the disk goes."""
+
+
+def kill_at_rename(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """From now on this process ends at its `at`-th rename or link, which is not carried out."""
+    count = 0
+
+    def dying(real: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> None:
+            nonlocal count
+            count += 1
+            if count == at:
+                raise Killed
+            real(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(os, "rename", dying(os.rename))
+    monkeypatch.setattr(os, "link", dying(os.link))
+
+
+def replace_killed(source: str, out: Path, options: list[str], at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as context:
+        kill_at_rename(context, at)
+        with pytest.raises(Killed):
+            run(["convert", str(FIXTURES / source), str(out), *options, "--force", "-q"])
+
+
+FOLDER = ["--to", "sharded", "--tp", "2"]
+ONE_FILE = ["--to", "safetensors"]
+
+
+@pytest.mark.usefixtures("without")
+@pytest.mark.parametrize("mended_by", ["clean", "the same command", "a run that replaces nothing"])
+def test_a_folder_comes_back_after_a_kill_between_its_renames(
+    mended_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weaker promise where names can't be exchanged: neither has the name for a moment, and nothing is lost."""
+    out = tmp_path / "out"
+    assert run(["convert", str(FIXTURES / "convert/llama/hf"), str(out), "--to", "sharded", "-q"]) == 0
+    old = files_of(out)
+    replace_killed("convert/llama/hf", out, FOLDER, 2, monkeypatch)
+    (hidden,) = tmp_path.glob(".out.*.ckpt-replaced")
+    assert not out.exists() and {path.partition("/")[2] for path in files_of(hidden)} == {
+        path.partition("/")[2] for path in old
+    }
+
+    again = ["convert", str(FIXTURES / "convert/llama/hf"), str(out), *FOLDER, "-q"]
+    if mended_by == "clean":
+        (shown,) = (row for row in clean(str(tmp_path))["leavings"] if row["path"] == str(hidden))
+        assert not shown["removed"] and hidden.is_dir(), "without --remove it only looks"
+        rows = clean(str(tmp_path), remove=True)["leavings"]
+        assert {row["path"]: row.get("put_back") for row in rows}[str(hidden)] == str(out)
+        assert files_of(out) == old
+    elif mended_by == "the same command":
+        assert run([*again, "--force"]) == 0
+        assert files_of(out) != old and os.listdir(tmp_path) == ["out"]
+    else:
+        assert run(again) == 5 and files_of(out) == old
+
+
+@pytest.mark.usefixtures("without")
+def test_what_somebody_made_in_the_meantime_stays_and_so_does_the_old_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    assert run(["convert", str(FIXTURES / "convert/llama/hf"), str(out), "--to", "sharded", "-q"]) == 0
+    replace_killed("convert/llama/hf", out, FOLDER, 2, monkeypatch)
+    (hidden,) = tmp_path.glob(".out.*.ckpt-replaced")
+    out.mkdir()
+    (out / "thesis.tex").write_text("mine")
+    clean(str(tmp_path), remove=True)
+    assert (out / "thesis.tex").read_text() == "mine" and hidden.is_dir()
+
+
+@pytest.mark.usefixtures("without")
+@pytest.mark.parametrize("listed", [False, True])
+def test_an_old_output_under_its_hidden_name_is_cleaned_once_the_new_one_is_there(
+    listed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    assert run(["convert", str(FIXTURES / "convert/llama/hf"), str(out), "--to", "sharded", "-q"]) == 0
+    old = files_of(out)
+
+    def die(*_: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as context:
+        where = (ReplacedOutput, "remove") if listed else (staging, "_list_replaced")
+        context.setattr(*where, die)
+        with pytest.raises(Killed):
+            run(["convert", str(FIXTURES / "convert/llama/hf"), str(out), *FOLDER, "--force", "-q"])
+    (hidden,) = tmp_path.glob(".out.*.ckpt-replaced")
+    of_a_person = tmp_path / ".out.0123abcd.ckpt-replaced"
+    of_a_person.mkdir()
+    new = files_of(out)
+    assert new != old
+    if listed:
+        (hidden / "thesis.tex").write_text("mine")
+        out.rename(tmp_path / "moved")
+        clean(str(tmp_path), remove=True)
+        assert os.listdir(hidden) == ["thesis.tex"] and not out.exists(), "what goes by halves does not come back"
+    else:
+        clean(str(tmp_path), remove=True)
+        assert files_of(out) == new and sorted(os.listdir(tmp_path)) == [of_a_person.name, "out"]
+
+
+@pytest.mark.usefixtures("without")
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_file_has_its_name_at_every_moment(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out.safetensors"
+    source = str(FIXTURES / "convert/llama/hf")
+    assert run(["convert", source, str(out), *ONE_FILE, "-q"]) == 0
+    old = out.read_bytes()
+    replace_killed("convert/llama/hf", out, [*ONE_FILE, "--dtype", "fp16"], at, monkeypatch)
+    assert out.read_bytes() == old
+    assert run(["convert", source, str(out), *ONE_FILE, "--dtype", "fp16", "--force", "-q"]) == 0
+    clean(str(tmp_path), remove=True)
+    assert out.read_bytes() != old and os.listdir(tmp_path) == [out.name]
+
+
+@pytest.mark.usefixtures("without")
+def test_a_file_that_appears_at_the_last_moment_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between a look and a rename there is time for a file, between nothing and a link there is none."""
+    old = tmp_path / "old"
+    new = tmp_path / "new"
+    old.write_text("ours")
+    link = os.link
+
+    def link_late(*args: Any, **kwargs: Any) -> None:
+        new.write_text("somebody's")
+        link(*args, **kwargs)
+
+    monkeypatch.setattr(os, "link", link_late)
+    monkeypatch.setattr(os.path, "lexists", lambda path: new.write_text("somebody's") == 0)
+    with pytest.raises(FileExistsError):
+        platform_calls.rename_new(old, new)
+    assert (old.read_text(), new.read_text()) == ("ours", "somebody's")
+
+
+@pytest.mark.usefixtures("without")
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_an_output_written_in_parts_says_which_plan_wrote_it(kind: str, tmp_path: Path) -> None:
+    """By times, as there are no marks; a copy has others."""
+    out = tmp_path / "out"
+    if kind == "folder":
+        (out / "sub").mkdir(parents=True)
+    for name in ("a", "b", "sub/c", "z") if kind == "folder" else ("",):
+        (out / name if name else out).write_text(name)
+    before = out.stat().st_mtime
+    assert not was_committed(out, "plan")
+    mark_plan(out, "plan")
+    assert was_committed(out, "plan") and not was_committed(out, "another")
+    assert before - 1 <= out.stat().st_mtime <= before
+    copy = tmp_path / "copy"
+    shutil.copytree(out, copy) if kind == "folder" else shutil.copy2(out, copy)
+    assert not was_committed(copy, "plan")
+    assert not was_committed(tmp_path / "nothing", "plan")
+    if kind == "folder":
+        os.utime(out / "a")  # by a worker that was overtaken
+        assert was_committed(out, "plan")
+        mark_plan(out, "plan")
+        os.utime(out)  # by one that came at the last moment
+        assert was_committed(out, "plan")
 
 
 class Mac:

@@ -3,7 +3,7 @@
 An output is a path of this machine or a place in a store (`place_of`), and a URL is never a path; it neither is, holds
 nor lies in a source (`check_destination`, `check_apart`); and a file that an option makes besides (`--plan`,
 `--report`) lies neither in a source nor in an output (`check_beside`). Nothing here writes, but for `sweep_leavings`,
-which removes an empty folder of ours.
+which removes what is left of a finished run.
 """
 
 from __future__ import annotations
@@ -225,11 +225,23 @@ def check_space(parent: Path, nbytes: int, files: int, *, already: int = 0) -> N
 
 
 def sweep_leavings(destination: Path) -> None:
-    """Remove an empty staging folder of ours beside a finished output (a kill between rename and clean-up)."""
+    """Remove a staging folder of ours beside a finished output that is empty (a kill between rename and clean-up), or
+    has nothing but a second name of the output, a file, in it (one between a link and the removal of the old name)."""
     path = staging_path(destination)
     try:
         info = os.lstat(path)
         if stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid():
+            _remove_second_name(path / destination.name, destination)
             os.rmdir(path)
     except OSError:
         return
+
+
+def _remove_second_name(name: Path, file: Path) -> None:
+    """Remove the first of two names of one file; nothing where it is none. Raises OSError."""
+    try:
+        info = os.lstat(name)
+    except FileNotFoundError:
+        return
+    if stat.S_ISREG(info.st_mode) and os.path.samestat(info, os.lstat(file)):
+        os.unlink(name)

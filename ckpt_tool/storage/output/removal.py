@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import hashlib
 import os
 import shutil
 import stat
@@ -28,6 +27,7 @@ from ckpt_tool.storage import platform_calls
 from ckpt_tool.storage.descriptors import close_read
 from ckpt_tool.storage.links import real_path
 from ckpt_tool.storage.output.open_below import sync_folder
+from ckpt_tool.storage.output.proven_names import extra_bytes, is_proven, proven_name
 
 Inode = tuple[int, int]  # device and number
 Identity = tuple[int, int, int]  # device, number, mtime in ns: numbers are used again
@@ -135,24 +135,10 @@ def retire(path: Path, identity: Identity) -> Path | None:
 
 def _hidden_name(name: str, inode: int) -> str:
     """What a path is called while it is deleted: two such paths in one folder are never called the same."""
-    longest = COMPONENT - len(f"..{'0' * _TOKEN}{REMOVED}")
-    short = os.fsencode(name)[:longest]
-    return f".{os.fsdecode(short)}.{_token_of(short, inode)}{REMOVED}"
+    short = os.fsencode(name)[: COMPONENT - extra_bytes(REMOVED)]
+    return proven_name(os.fsdecode(short), inode, REMOVED)
 
 
-def _token_of(short: bytes, inode: int) -> str:
-    """Eight digits that prove the name: they depend on what it was called and on its inode, so that a folder that a
-    person called so, or copied, has others."""
-    return hashlib.sha256(b"ckpt removed\0%d\0%s" % (inode, short)).hexdigest()[:_TOKEN]
-
-
-def _has_own_token(hidden: Path) -> bool:
-    """Did `_hidden_name` make this name for this inode? Raises OSError."""
-    short, _, token = hidden.name.removesuffix(REMOVED)[1:].rpartition(".")
-    return token == _token_of(os.fsencode(short), os.lstat(hidden).st_ino)
-
-
-_TOKEN = 8  # digits
 _TAKEN = "user.ckpt.removed"
 NO_MARKS = (errno.EOPNOTSUPP, errno.EPERM)  # the file system, or this kind of file on it, has no marks
 
@@ -172,7 +158,7 @@ def was_taken(hidden: Path) -> bool:
         return platform_calls.get_mark(hidden, _TAKEN) == b"1"
     except OSError as e:
         if e.errno in NO_MARKS:
-            return _has_own_token(hidden)
+            return is_proven(hidden, REMOVED)
         if e.errno == errno.ENODATA:
             return False
         raise

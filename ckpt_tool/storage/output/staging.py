@@ -29,15 +29,16 @@ from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
 
-from ckpt_tool.core.inner_path import JOURNAL, is_journal, leaves
+from ckpt_tool.core.inner_path import FILES, JOURNAL, is_journal, leaves
 from ckpt_tool.core.progress import aside
-from ckpt_tool.errors import OutputExists, SourceChanged, StorageError, is_failure, wrap_os_error
+from ckpt_tool.errors import OutputExists, SourceChanged, StorageError, wrap_os_error
 from ckpt_tool.storage import platform_calls
 from ckpt_tool.storage.descriptors import close_read, close_written, naming, stat_of
-from ckpt_tool.storage.output import journal
+from ckpt_tool.storage.output import journal, set_aside
 from ckpt_tool.storage.output.claims import Claims
 from ckpt_tool.storage.output.claims import remove as remove_claims
 from ckpt_tool.storage.output.destination import exists, refuse_link, staging_path
+from ckpt_tool.storage.output.marks import mark, mark_plan, marked
 from ckpt_tool.storage.output.open_below import (
     UnexpectedEntry,
     files_beneath,
@@ -50,8 +51,6 @@ from ckpt_tool.storage.output.open_below import (
 from ckpt_tool.storage.output.replaced import NOT_EMPTY, ReplacedOutput, remove_listed, some_of
 
 _REPLACED = "user.ckpt.replaced"
-FILES = f"{JOURNAL}-files"  # lists the files that are staged
-_PLAN = "user.ckpt.plan"  # on an output that was written in parts: the plan's id, for a part that is run once more
 _SOON = 50  # looks at a lock, 20 ms apart, before the one who waits says so
 _NFS = re.compile(r"\.nfs[0-9a-f]{16,}")  # how NFS calls a file that was removed and is still open
 
@@ -113,6 +112,7 @@ class Staging:
         self.failed_sync = self._recorded = self.went_on = False  # went_on: an earlier run of the plan has been here
         self.resumed: list[journal.Line] = []
         self._names = set(files)
+        self._old = self.path  # where the old output lies after the commit
         self._replaces: tuple[int, int] | None = None
         self._claim(resume=resume)
 
@@ -144,7 +144,7 @@ class Staging:
             refuse_link(self.destination)
         elif os.path.lexists(self.destination):  # an equal run committed while we came
             raise exists(self.destination)
-        if self._put_back():
+        if not fresh and self._put_back():
             self._check_put_back()
         self._replaces = _inode(self.destination)
         if self.part is not None:
@@ -295,12 +295,8 @@ class Staging:
     def _put_back(self) -> bool:
         """Where a run was killed between two renames, on a file system that exchanges no names, the old output gets
         its name back. Did it?"""
-        aside = _aside(self.destination)
         with naming(self.destination, "giving the old output its name back"):
-            if not was_replaced(aside) or _inode(self.destination) is not None:
-                return False
-            os.rename(aside, self.destination)
-        return True
+            return set_aside.put_back(self.destination) is not None
 
     def _check_put_back(self) -> None:
         """Refuse to go on: nobody has looked at what has come back. The same command again does."""
@@ -310,8 +306,8 @@ class Staging:
 
     @property
     def left(self) -> Path | None:
-        """After a commit: the staging folder where it could not be removed."""
-        return self.path if os.path.lexists(self.path) else None
+        """After a commit: the staging folder, or the old output, where it could not be removed."""
+        return next((path for path in (self.path, self._old) if os.path.lexists(path)), None)
 
     @property
     def worth_keeping(self) -> bool:
@@ -455,13 +451,13 @@ class Staging:
         except OSError as e:
             raise wrap_os_error(e, self.path, "closing the staging folder") from e
         if self.part is not None:
-            _mark(self.path if single is None else self.path / single, _PLAN, self.plan_id)
+            mark_plan(self.path if single is None else self.path / single, self.plan_id)
         if single is None:
             with naming(self.path, "setting the permissions of the output"):
                 os.chmod(self._folder_fd, 0o777 & ~_umask())
-            self._rename(self.path, self.destination)
+            self._old = self._rename(self.path, self.destination)
         else:
-            self._rename(self.path / single, self.destination)
+            self._old = self._rename(self.path / single, self.destination)
         doing = "removing what the run kept in it"
         try:
             self._clear()  # of a worker that came in this moment, and goes again
@@ -476,17 +472,20 @@ class Staging:
             ) from e
         finally:
             self._release()
-            self._remove_old(self.path if single is None else self.path / single)
+            self._remove_old()
 
-    def _remove_old(self, old: Path) -> None:
+    def _remove_old(self) -> None:
         """Remove what was replaced, file by file, and the emptied folder of an output that is one file.
 
         The list comes first: a run that is killed in between leaves a folder that says what may go.
         """
-        with suppress(OSError):
-            if self._replaced.files and old.is_dir() and not old.is_symlink():
-                _list_replaced(old, self._replaced.files)
-        if self._replaced.remove(old, FILES) and old != self.path:
+        try:
+            if self._replaced.files and self._old.is_dir() and not self._old.is_symlink():
+                _list_replaced(self._old, self._replaced.files)
+        except OSError:
+            if self._old.parent == self.destination.parent and self._old != self.path:
+                return  # set aside, and without a list it seems to be whole: nothing of it goes
+        if self._replaced.remove(self._old, FILES) and self._old != self.path:
             _remove_empty(self.path)
 
     def _clear(self) -> None:
@@ -506,14 +505,15 @@ class Staging:
         if found - self._names:
             raise self._foreign(f"holds {min(found - self._names)}, which no run of this plan has written")
 
-    def _rename(self, staged: Path, final: Path) -> None:
+    def _rename(self, staged: Path, final: Path) -> Path:
+        """Give what is staged its name. Where the old output lies then, if there was one."""
         try:
             if self._force and self._replaces is not None and _inode(final) == self._replaces:
                 self._replaced.check(final)
                 _mark_replaced(final)
-                platform_calls.exchange(staged, final, _aside(final))
-            else:
-                platform_calls.rename_new(staged, final)
+                return platform_calls.exchange(staged, final, set_aside.hidden_path(final))
+            platform_calls.rename_new(staged, final)
+            return staged
         except FileExistsError as e:
             raise OutputExists(
                 f"{final} appeared while this run was writing",
@@ -557,7 +557,7 @@ def _mark_replaced(old: Path) -> None:
     """Say on the old output itself that it is being replaced: a kill right after the exchange leaves it under the
     staging name, and the next run must know that it may go. Where the file system has no such marks, that run will
     ask."""
-    _mark(old, _REPLACED, "1")
+    mark(old, _REPLACED, "1")
 
 
 def _unmark_replaced(path: Path) -> None:
@@ -572,32 +572,7 @@ def _unmark_replaced(path: Path) -> None:
 def was_replaced(path: Path) -> bool:
     """Was this output marked, by a run that was killed in the act, as one that its new self replaces? Raises
     OSError."""
-    return _marked(path, _REPLACED) == "1"
-
-
-def was_committed(destination: Path, plan_id: str) -> bool:
-    """Is what is there the output of this plan, written in parts? False where the file system keeps no marks. Raises
-    StorageError."""
-    with naming(destination, "looking which plan wrote it"):
-        return _marked(destination, _PLAN) == plan_id
-
-
-def _mark(path: Path, name: str, value: str) -> None:
-    try:
-        platform_calls.set_mark(path, name, value.encode())
-    except OSError:
-        return
-
-
-def _marked(path: Path, name: str) -> str:
-    """The mark on a path, "" where there is none or the file system has none. Raises OSError where the disk does not
-    say."""
-    try:
-        return platform_calls.get_mark(path, name).decode("ascii", "replace")
-    except OSError as e:
-        if is_failure(e) and e.errno not in (errno.ENODATA, errno.EOPNOTSUPP):
-            raise
-        return ""
+    return marked(path, _REPLACED) == "1"
 
 
 def strays(folder: int, names: Iterable[str] = ()) -> list[str]:
@@ -719,8 +694,3 @@ def _inode(path: Path) -> tuple[int, int] | None:
     except OSError as e:
         raise wrap_os_error(e, path, "looking at it") from e
     return info.st_dev, info.st_ino
-
-
-def _aside(destination: Path) -> Path:
-    """What the old output is called for a moment, where names can't be exchanged."""
-    return destination.parent / f".{destination.name}.ckpt-replaced"

@@ -1,0 +1,62 @@
+"""An old output that was set aside while a new one took its name, where a system exchanges no names.
+
+    out  ->  .out.3f9c21aa.ckpt-replaced     then  .out.ckpt-partial  ->  out     then the old one is listed and removed
+
+A process that is killed in between leaves the old output under that hidden name. `put_back` gives it its own name again
+where nothing has taken it; where the new output has, the hidden one is a leaving like others (`ckpt clean`). For a file
+the new name is there at every moment: the hidden name is a second one of the old file. Nothing here removes anything.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ckpt_tool.core.inner_path import FILES, REPLACED, is_set_aside
+from ckpt_tool.storage import platform_calls
+from ckpt_tool.storage.output.proven_names import is_proven, name_in, proven_name
+
+
+def hidden_path(destination: Path) -> Path:
+    """What the output that is there would be called for a moment. Raises OSError."""
+    inode = os.lstat(destination).st_ino
+    return destination.parent / proven_name(destination.name, inode, REPLACED)
+
+
+def was_set_aside(hidden: Path) -> bool:
+    """Did a run of ours give it its hidden name? Raises OSError."""
+    return is_set_aside(hidden.name) and is_proven(hidden, REPLACED)
+
+
+def destination_of(hidden: Path) -> Path:
+    """Where what was set aside lay."""
+    return hidden.parent / name_in(hidden.name, REPLACED)
+
+
+def _is_going(hidden: Path) -> bool:
+    """May a run have begun to remove it? It has listed what may go then."""
+    return os.path.lexists(hidden / FILES)
+
+
+def comes_back(destination: Path) -> Path | None:
+    """The old output that `put_back` would give its name back, None where it would do nothing. Raises OSError."""
+    if os.path.lexists(destination):
+        return None
+    with os.scandir(destination.parent) as entries:
+        beside = [Path(entry.path) for entry in entries if is_set_aside(entry.name)]
+    ours = [hidden for hidden in beside if destination_of(hidden) == destination and was_set_aside(hidden)]
+    ours = [hidden for hidden in ours if not _is_going(hidden)]
+    return max(ours, key=lambda hidden: os.lstat(hidden).st_ctime_ns, default=None)
+
+
+def put_back(destination: Path) -> Path | None:
+    """Give the old output that was set aside last its name back, where nothing has that: the hidden name that it had,
+    None where nothing was done. Raises OSError."""
+    newest = comes_back(destination)
+    if newest is None:
+        return None
+    try:
+        platform_calls.rename_new(newest, destination)
+    except FileExistsError:  # another has just taken the name
+        return None
+    return newest
