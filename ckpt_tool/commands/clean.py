@@ -78,16 +78,18 @@ def _set_aside(path: Path, *, remove: bool) -> dict[str, Any] | None:
             return None
         is_folder = path.is_dir() and not path.is_symlink()
         nbytes = _blocks_below(path) if is_folder else os.lstat(path).st_size
+        listed = is_folder and _is_listed(path)
+        kept = _kept_in(path) if listed else []
         destination = destination_of(path)
         busy, waits = _look_at_staging(staging_path(destination))
         restored = put_back(destination) if remove and not busy else None
         gone = remove and not busy and not waits and restored is None
-        listed = is_folder and _is_listed(path)
-        kept = _kept_in(path) if listed else []
         if gone and listed:
             gone = remove_leavings(path)
         elif gone:  # whole: nothing is removed of it before the list is written
-            erase(path)
+            gone = os.path.lexists(destination)
+            if gone:
+                erase(path)
     except FileNotFoundError:  # another has put it back
         return None
     except OSError as e:

@@ -42,9 +42,10 @@ def slowly(self, *given):
 executor.Executor._move_unit = slowly
 rename = Staging._rename
 def noted(self, staged, final):
-    rename(self, staged, final)
+    old = rename(self, staged, final)
     with open(sys.argv[1] + ".commits", "a") as f:
         f.write("committed\\n")
+    return old
 Staging._rename = noted
 sys.exit(run(["apply", sys.argv[1], "--claim", "--json", "-q", "--no-fsync", "--threads", "1"]))
 """

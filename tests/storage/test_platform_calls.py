@@ -342,6 +342,7 @@ class Mac:
 def test_macos_has_a_call_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mac = Mac()
     monkeypatch.setattr(platform_calls.ctypes, "CDLL", lambda *args, **kwargs: mac)
+    monkeypatch.setattr(platform_calls, "_WITHOUT", frozenset())
     old = tmp_path / "old"
     new = tmp_path / "new"
     platform_calls.rename_new(old, new)
@@ -386,6 +387,7 @@ class MacMarks:
 def test_macos_has_marks_though_its_python_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mac = MacMarks()
     monkeypatch.setattr(platform_calls.ctypes, "CDLL", lambda *args, **kwargs: mac)
+    monkeypatch.setattr(platform_calls, "_WITHOUT", frozenset())
     monkeypatch.setattr(platform_calls.sys, "platform", "darwin")
     for name in ("setxattr", "getxattr", "removexattr"):
         monkeypatch.delattr(os, name)
