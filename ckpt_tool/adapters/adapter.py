@@ -68,6 +68,7 @@ def open_adapter(src: str, reading: Reading, weight: float, config: Mapping[str,
         return _read_megatron_lora(opened, reading, weight, config)
     if not holds.adapter and not paddle and is_adapter(catalog.tensors):
         raise without_config(opened.tree)
+
     if not holds.adapter and find_inside({key.name for key in catalog.tensors if key.state == MODEL}) is not None:
         raise UsageError(
             f"{src} is a whole model with an adapter inside, which belongs to this very model",
@@ -75,6 +76,7 @@ def open_adapter(src: str, reading: Reading, weight: float, config: Mapping[str,
             path=opened.path,
             hint="fold it alone: ckpt merge MODEL OUT --method lora; or take the adapter out with convert --to peft",
         )
+
     if not holds.adapter and not (paddle and holds.dialect == "paddle"):
         raise UsageError(
             f"{src} is not an adapter but {catalog.format}",
@@ -82,6 +84,7 @@ def open_adapter(src: str, reading: Reading, weight: float, config: Mapping[str,
             path=opened.path,
             hint=f"pass the folder that holds {CONFIG}, after the base",
         )
+
     catalog.check()
     if not paddle:
         path = opened.tree.display(CONFIG)
@@ -91,6 +94,7 @@ def open_adapter(src: str, reading: Reading, weight: float, config: Mapping[str,
             refuse_unknown_weights(opened.tree, opened.catalog.files)
             _refuse_empty(opened)
         return Adapter(opened, settings, tuple(catalog.tensors.values()))
+
     path = opened.tree.display(PADDLE_CONFIG)
     value = parse(opened.tree.read_whole(PADDLE_CONFIG, limit=_LIMIT), path=path)
     stated = value if isinstance(value, dict) else {}

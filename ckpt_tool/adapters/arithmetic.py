@@ -204,6 +204,7 @@ class Folded(Recipe):
                 block *= np.float32(term.scaling)
             if strip:  # the next rows of a panel are most often asked for the same columns
                 self.kept.strips.at, self.kept.strips.block = cache_key, block
+
         return np.ascontiguousarray(
             block[
                 rows[0] - low * tall : rows[1] - low * tall,

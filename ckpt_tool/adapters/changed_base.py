@@ -166,6 +166,7 @@ def _refuse_conflicts(changes: Mapping[str, Sequence[tuple[Adapter, Change]]]) -
             faults.append(f"{name}: rows of it are replaced and it is changed as a whole")
         elif len({change.experts for _, change in found if isinstance(change, Low)}) > 1:
             faults.append(f"{name}: one adapter takes it for stacked experts, another does not")
+
     if faults:
         raise InconsistentCheckpoint(
             f"the adapters can't be folded together: {faults[0]}",
@@ -173,6 +174,7 @@ def _refuse_conflicts(changes: Mapping[str, Sequence[tuple[Adapter, Change]]]) -
             faults=faults[1:],
             hint="fold them one after another, each into the output of the last, and look at what comes out",
         )
+
     for name, found in changes.items():
         for adapter, change in found:
             absolute = not isinstance(change, Low | Bias) or (isinstance(change, Low) and change.magnitude is not None)
@@ -222,9 +224,11 @@ def _list_notes(adapters: Sequence[Adapter], found: Sequence[Matched], left: set
         ]
         if own and not adapter.paddle and not adapter.inside:
             notes.append(f"next to the base stay the base's files; the adapter's own are not copied: {', '.join(own)}")
+
     if left:
         notes.append(
             "removed by name, though an adapter changes it: "
             f"{', '.join(sorted(left)[:3])}{', ...' if len(left) > 3 else ''}"
         )
+
     return notes

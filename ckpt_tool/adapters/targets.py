@@ -379,6 +379,7 @@ class _Matching:
         first = next(iter(next(iter(levels.values())).values()))
         parameters = self._find_parameters(module)
         inner_first = [levels[level] for level in sorted(levels, reverse=True)]
+
         if not parameters:
             self._find_target(f"{module}.weight", first)
         elif sorted(levels) != list(range(len(levels))) or len(levels) > min(_MOST, len(parameters)):

@@ -40,6 +40,7 @@ def compose(first: Iterable[Piece], second: Iterable[Piece]) -> list[Piece]:
     meetings = _Meetings()
     out = [piece for piece in first if piece.dst.name == PAD]
     faults = []
+
     for name, group in makers.items():
         others = takers[name]
         if len(group) == len(others) == 1 and group[0].ext == others[0].ext and group[0].dst == others[0].src:
@@ -67,6 +68,7 @@ def compose(first: Iterable[Piece], second: Iterable[Piece]) -> list[Piece]:
         made, taken = (sum(piece.numel for piece in some) for some in (group, once.values()))
         if not made == taken == moved:
             faults.append(f"{name}: {made} elements are made, {taken} are taken, {moved} are both")
+
     if faults:
         raise InconsistentCheckpoint(
             f"two rules disagree about {faults[0]}",
@@ -74,6 +76,7 @@ def compose(first: Iterable[Piece], second: Iterable[Piece]) -> list[Piece]:
             faults=faults[1:],
             hint="do the sizes of the two dialects agree?",
         )
+
     return out + [piece for piece in second if piece.src.name == PAD]
 
 

@@ -123,6 +123,7 @@ class Equation:
         """
         if not self.holds(sizes, config):
             return []
+
         names = self._names(sizes, config)
         out: list[Piece] = []
         for (left, a), (right, b) in zip(_parts(self.left, sizes), _parts(self.right, sizes), strict=True):
@@ -146,6 +147,7 @@ class Equation:
             out += [
                 Piece(ext, Side(here, i, a_strides), Side(there, j, b_strides), maps) for here, i, there, j in places
             ]
+
         return out
 
     def apply(
@@ -296,6 +298,7 @@ def _type_faults(left: Sequence[Term], right: Sequence[Term], condition: Express
             hint=f"left: {_told(a)}; right: {_told(b)}",
         )
         return
+
     named = {axis for term in (*left, *right) for axis in term.axes}
     for k, ((here, mine), (there, theirs)) in enumerate(zip(a, b, strict=True), 1):
         if here.name is None or there.name is None:

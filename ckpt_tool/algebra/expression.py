@@ -185,6 +185,7 @@ def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
     name = _name_of(node)
     if name is not None:
         return _WORDS[name] if name in _WORDS else _lookup(name, names)
+
     match node:
         case ast.Constant(value=value):
             return value
@@ -211,6 +212,7 @@ def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
             b = _value(right, names)
             kind = type(op)
             return _ANY[kind](a, b) if kind in _ANY else _BINARY[kind](_number(a), _number(b))
+
     raise TypeError(f"no value of {type(node).__name__}")  # `_check` lets nothing else pass
 
 

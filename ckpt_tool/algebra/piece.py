@@ -186,18 +186,22 @@ def aligned(piece: Piece, step: int) -> Iterator[Piece]:
     if offset % step + sum((ext[j] - 1) * strides[j] for j in low) < step:
         yield piece
         return
+
     for j in low:
         if step % strides[j]:  # no whole number of its steps fills `step`: one index at a time
             for k in range(ext[j]):
                 yield from aligned(narrow(piece, j, k, k + 1), step)
             return
+
     j = max(low, key=strides.__getitem__)
     stride = strides[j]
     n = ext[j]
+
     if offset % stride + sum((ext[i] - 1) * strides[i] for i in low if i != j) >= stride:
         for part in aligned(piece, stride):
             yield from aligned(part, step)
         return
+
     block = step // stride
     first = offset % step // stride
     head = min(block - first, n) if first else 0
@@ -231,15 +235,19 @@ def _clip(piece: Piece, step: int, base: int, low: int, high: int, *, modulo: in
     span = sum((piece.ext[j] - 1) * stride for stride, j in axes)
     if base >= high or base + span < low:
         return
+
     if base >= low and base + span < high:
         yield piece
         return
+
     stride, j = max(axes)
     n = piece.ext[j]
     below = span - (n - 1) * stride
+
     # wholly inside
     first = max(0, -((base - low) // stride))
     last = min(n, (high - 1 - below - base) // stride + 1)
+
     # touching
     start = max(0, -((base - low + below) // stride))
     stop = min(n, (high - 1 - base) // stride + 1)
@@ -247,6 +255,7 @@ def _clip(piece: Piece, step: int, base: int, low: int, high: int, *, modulo: in
     if first < last:
         yield narrow(piece, j, first, last)
         edges = (*range(start, first), *range(last, stop))
+
     for k in edges:
         yield from _clip(narrow(piece, j, k, k + 1), step, base + k * stride, low, high, modulo=modulo)
 

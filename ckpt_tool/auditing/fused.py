@@ -91,11 +91,13 @@ def fused_weights(subject: Subject) -> Iterator[Fused]:
     """Matrices that the family's rules make of several parts along dim 0."""
     if subject.found is None:
         return
+
     family, dialect = subject.found
     table = family.table(dialect)
     shapes = subject.shapes
     named, _ = instances(table.left, shapes)
     sizes, _ = sizes_of(family, table, named, shapes, family.facts(subject.config))
+
     for group in named:
         patterns = {
             term.pattern.text: term.pattern

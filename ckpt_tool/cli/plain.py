@@ -27,11 +27,13 @@ def plain_job(line: Sequence[str]) -> VerbJob | None:
     """The job of a plain line, None for all others."""
     if not line or line[0] not in PLAIN or "_CKPT_COMPLETE" in os.environ:
         return None
+
     verb = VERBS[line[0]]
     words = iter(line[1:])
     options = {name: option for option in verb.options().values() for name in option.names}
     paths: list[str] = []
     given: dict[str, Any] = {}
+
     for word in words:
         if not word.startswith("-"):
             paths.append(word)
@@ -55,8 +57,10 @@ def plain_job(line: Sequence[str]) -> VerbJob | None:
             is_on = option.kind == "flag" or name != option.names[-1]
             if given.setdefault(option.keyword, is_on) != is_on:
                 return None
+
     if len(paths) != len(verb.arguments) or not all(paths):
         return None
+
     try:
         return verb.job(paths, given)
     except UsageError:

@@ -78,11 +78,13 @@ def anonymize(document: Mapping[str, Any], key: str | None = None) -> dict[str, 
     if "quantization" in document:
         kept = ("scheme", "weights", "parameters", "bytes", "blocks", "bits", "dequantizes")
         public["quantization"] = {field: document["quantization"][field] for field in kept}
+
     if "security" in document:
         public["security"] = _public_security(document["security"], name_of)
     if "delta" in document:
         delta = document["delta"].items()
         public["delta"] = {field: value for field, value in delta if field != "archive"}
+
     if "missing" in document:
         public["missing"] = _public_missing(document["missing"], name_of)
     return public

@@ -42,6 +42,7 @@ def audit(src: str, reading: Reading, wanted: Auditing, *, progress: Progress) -
         if path:
             check_beside(path, option, (src,), ())
             files.check_target(path, option, kind.is_ours)
+
     subject = None
     found = list[FoundFault]()
     try:
@@ -62,10 +63,12 @@ def audit(src: str, reading: Reading, wanted: Auditing, *, progress: Progress) -
         if e.code == _NO_TENSORS and not nothing:
             raise
         found += nothing or [_of_error(e)]
+
     if subject is not None and wanted.values and not any(each.code in _TORN for each in found):
         with unchanged_sources(subject.opened):
             found += values.findings(subject, progress)
             found += fused.findings(subject)
+
     found += exporters.signatures(subject, found, subject.opened.path if subject else src)
     rows = rows_of(found)
     document = {

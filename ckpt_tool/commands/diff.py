@@ -56,12 +56,14 @@ def diff(a: str, b: str, reading: Reading, wanted: Comparison = BIT_FOR_BIT, *, 
     there = {key: side for key, side in _sides(right, reading, wanted.dialect).items() if listed(key.state)}
     matched = _paired(here, there, (left, right), wanted, first=reading.replica_policy == "first")
     found, pairs, counted = matched.differing, matched.pairs, matched.counted
+
     with unchanged_sources(left, right):
         try:
             found += _compared(pairs, wanted, on, progress)
             found += _compared_as_numbers(matched.retyped, progress)
         except ReplicasDiffer as e:
             raise _replicas_error([*pairs, *matched.retyped]) or e from e
+
     found += _other_steps(counted)
     summary, by_layer = _summaries_of(pairs, counted, found)
     extras = _extras_differ(left.catalog.extras, right.catalog.extras) if not wanted.states else []
@@ -357,6 +359,7 @@ def _names(map_file: str) -> dict[str, str]:
         raise wrap_os_error(e, path, "reading the map") from e
     except UnicodeDecodeError as e:
         raise UsageError("the map is not UTF-8", code="E0268", path=path, offset=e.start) from e
+
     if text.lstrip().startswith("{"):
         try:
             document = parse(raw, path=map_file)
@@ -368,6 +371,7 @@ def _names(map_file: str) -> dict[str, str]:
                 f"the map has no name for {wrong[:200]}", code="E0268", path=path, hint="want two names: LEFT, RIGHT"
             )
         return dict(document)
+
     out = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split()
@@ -376,4 +380,5 @@ def _names(map_file: str) -> dict[str, str]:
         if len(words) != 2:
             raise UsageError("want two names a line", code="E0268", path=path, place=f"line {number}")
         out[words[0]] = words[1]
+
     return out

@@ -27,6 +27,7 @@ def explain(code: str = "") -> dict[str, Any]:
             for row in known.values()
         ]
         return {"schema_version": 1, "codes": listed}
+
     name = _canonical_spelling(code.strip())
     if name not in known:
         raise UsageError(
@@ -35,6 +36,7 @@ def explain(code: str = "") -> dict[str, Any]:
             place="ckpt explain",
             hint=_find_near(name, known) or "ckpt explain lists all codes",
         )
+
     row = known[name]
     return {
         "schema_version": 1,

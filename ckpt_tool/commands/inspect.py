@@ -225,6 +225,7 @@ def _of_files_alone(src: str, reading: Reading, wanted: Inspection) -> dict[str,
     if alone.unread:
         shown = ", ".join(alone.unread[:5]) + (f" and {len(alone.unread) - 5} more" if alone.unread[5:] else "")
         notes.append(f"these files can't be read alone: {shown}")
+
     return {
         "schema_version": 1,
         "format": alone.format,

@@ -25,6 +25,7 @@ def latest(src: str, reading: Reading, wanted: Search = ANY, *, progress: Progre
     judge = Judge(run, reading)
     passed = list[Judged]()
     newest = None
+
     for step in reversed(run.steps):
         found = judge.of(step)
         if found.sound:
@@ -32,15 +33,18 @@ def latest(src: str, reading: Reading, wanted: Search = ANY, *, progress: Progre
             break
         passed.append(found)
         progress.note(f"passed over {step.name}: {found.why}")
+
     unread = [judged for judged in passed if judged.unread]
     if unread and not wanted.skip_unreadable:
         raise _refuse_unread(run, unread, newest)
+
     notes = pointer_notes(run, judge)
     for note in notes:
         progress.note(note)
     if newest is None:
         what = f"none of {len(run.steps)} steps is complete" if run.steps else "nothing in it has the name of a step"
         progress.note(f"{src} has no complete step: {what}")
+
     return {
         "schema_version": 1,
         "run": src,

@@ -164,6 +164,7 @@ def _union(opened: list[Opened], job: Conversion, on_conflict: str) -> Chosen:
     parts = [selected(one, bare) for one in opened]
     found: dict[TensorKey, Stored] = {}
     conflicts = []
+
     for number, part in enumerate(parts):
         for row in part.stored:
             key = row.tensor.key
@@ -172,6 +173,7 @@ def _union(opened: list[Opened], job: Conversion, on_conflict: str) -> Chosen:
                 if on_conflict != "last":
                     continue
             found[key] = Stored(number, row.tensor)
+
     extras: dict[str, Any] = {}
     for number, part in enumerate(parts):
         for name, value in part.extras.items():
@@ -180,6 +182,7 @@ def _union(opened: list[Opened], job: Conversion, on_conflict: str) -> Chosen:
                 if on_conflict != "last":
                     continue
             extras[name] = value
+
     if conflicts and on_conflict == "error":
         raise InconsistentCheckpoint(
             f"{len(conflicts)} keys are in more than one source; the first: {conflicts[0]}",
@@ -187,11 +190,13 @@ def _union(opened: list[Opened], job: Conversion, on_conflict: str) -> Chosen:
             hint="say which one wins with --on-conflict first or --on-conflict last",
             faults=conflicts[1:],
         )
+
     _refuse_mixed_experts(parts, opened, found)
     kept, removed = split_keys(found, remove=writing.remove_keys, keep=writing.keep_keys, model_only=writing.model_only)
     tensors = {key: row.tensor for key, row in found.items()}
     kept, removed = keep_parts_together(tensors, kept, removed, writing, opened[0], job.reading)
     gone: tuple[LogicalTensor, ...] = tuple(found[key].tensor for key in removed)
+
     return Chosen(
         tuple(opened),
         tuple(found[key] for key in kept),

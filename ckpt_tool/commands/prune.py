@@ -71,6 +71,7 @@ def prune(src: str, reading: Reading, wanted: Retention, *, progress: Progress) 
             path=src,
             hint="use the store's own lifecycle rules; ckpt latest works there",
         )
+
     if wanted.keep_last is None and wanted.keep_every is None:
         raise UsageError(
             "prune needs --keep-last N or --keep-every K",
@@ -78,6 +79,7 @@ def prune(src: str, reading: Reading, wanted: Retention, *, progress: Progress) 
             place="ckpt prune",
             hint="--keep-last 3 keeps the last three complete steps; --dry-run shows what would go",
         )
+
     run = run_at(src, follow_symlinks=reading.follow_symlinks)
     judge = Judge(run, reading)
     last = judge.newest()
@@ -86,6 +88,7 @@ def prune(src: str, reading: Reading, wanted: Retention, *, progress: Progress) 
     fates = list(_fates(run, judge, reading, wanted, last, around.deltas, unread))
     if unread and not wanted.skip_unreadable:
         raise _refuse_unread(src, unread)
+
     for place, why in unread.items():
         progress.note(f"{place} could not be read: {why}")
     going = [fate for fate in fates if not fate.keep]
@@ -93,6 +96,7 @@ def prune(src: str, reading: Reading, wanted: Retention, *, progress: Progress) 
     failed = list[CkptError]()
     if not wanted.dry_run and last is not None and going:
         gone, failed = _remove(run, last, going, progress)
+
     if failed:
         first = failed[0]
         raise StorageError(
@@ -102,6 +106,7 @@ def prune(src: str, reading: Reading, wanted: Retention, *, progress: Progress) 
             hint="what was taken away is under hidden names: ckpt clean deletes it",
             faults=[f"{each.message} ({each.where()})" for each in failed[1:]],
         )
+
     return {
         "schema_version": 1,
         "run": src,
@@ -159,6 +164,7 @@ def _fates(
         except CkptError as e:
             held[step.name] = None
             unread[run.of(step)] = e.message
+
     keep: dict[str, list[str]] = {step.name: [] for step in run.steps}
     if last is None:
         for reasons in keep.values():
@@ -174,6 +180,7 @@ def _fates(
             if not keep[step.name] and not wanted.with_other_files:
                 keep[step.name] += _not_its_own(run.of(step), reading, unread)
         _linked(run, keep, held, unread)
+
     for step in run.steps:
         known = judge.known(step)
         if known is not None and known.unread:
@@ -202,9 +209,11 @@ def _by_number(run: Run, judge: Judge, wanted: Retention, last: RunStep, keep: M
             keep[step.name].append("the last complete one")
         elif wanted.keep_last:
             keep[step.name].append(f"one of the last {wanted.keep_last} complete ones")
+
     for step in run.steps:
         if wanted.keep_every and step.number is not None and step.number % wanted.keep_every == 0:
             keep[step.name].append(f"a multiple of {wanted.keep_every}")
+
     kept = {(step.number, step.epoch): step.name for step in run.steps if keep[step.name] and not step.twin}
     for step in run.steps:
         if step.twin and not keep[step.name] and (step.number, step.epoch) in kept:
@@ -240,6 +249,7 @@ def _untouchable(
         return [f"another file system inside: {os.path.relpath(mine.mounted, run.path)}"]
     if mine.closed:
         return [f"no permission to delete in {os.path.relpath(mine.closed, run.path)}"]
+
     try:
         if not is_checkpoint(str(path), reading):
             return ["no checkpoint"]
@@ -248,11 +258,13 @@ def _untouchable(
     except StorageError as e:
         unread[str(path)] = e.message
         return ["it could not be read"]
+
     is_recent = time.time() - mine.changed < RECENT
     if is_recent and judge.of(step).unread:
         return ["it could not be read"]
     if is_recent and judge.of(step).sound is False:
         return ["not complete, and changed within the last hour"]
+
     judged = judge.of(step)
     if judged.sound is None and not judged.unread:
         return ["it can't be judged"]
@@ -329,9 +341,11 @@ def _remove(run: Run, last: RunStep, going: list[Fate], progress: Progress) -> t
     folder = local_path(run.path)
     if not os.access(folder, os.W_OK | os.X_OK):
         raise StorageError(f"no permission to rename in {folder}", code="E0705", path=folder)
+
     gone = set[str]()
     failed = list[CkptError]()
     progress.start(sum(fate.held.nbytes for fate in going if fate.held), "pruning")
+
     for fate in going:
         if not _is_there(Path(run.of(last))):
             raise StorageError(
@@ -353,6 +367,7 @@ def _remove(run: Run, last: RunStep, going: list[Fate], progress: Progress) -> t
                 progress.note(f"{fate.step.name} stays: it changed while prune looked at the run")
         except (StorageError, SourceChanged) as e:
             failed.append(e)
+
     progress.finish()
     return frozenset(gone), failed
 

@@ -77,6 +77,7 @@ def _looked_at(destination: Place, whole: int) -> dict[str, Any]:
     total = sum(part.of_bytes for part in parts)
     if missing and begun and not whole:
         total = total * of // len(begun)  # parts are of about one size
+
     speed = sum(_speed(part) for part in parts if part.state == "running")
     state = _GROWING if parts or stands.of else _WRITTEN if stands.there else "absent"
     left = max(0, (whole or total) - done)

@@ -106,6 +106,7 @@ def refuse_unaccounted(place: str, paths: Iterable[str], empty: bool, other: Rea
     be read: nobody knows then what it is."""
     if empty:
         return
+
     try:
         with failures_met() as failures, collect_report_data(False):  # a report is of the sources
             given = open_tree(place)
@@ -121,8 +122,10 @@ def refuse_unaccounted(place: str, paths: Iterable[str], empty: bool, other: Rea
         raise _not_one(place, e.message) from e
     except OSError as e:
         raise wrap_os_error(e, place, "looking at what would be replaced") from e
+
     if failures:
         raise failures[0]
+
     if left:
         number = "1 file that is" if len(left) == 1 else f"{len(left)} files that are"
         raise OutputExists(

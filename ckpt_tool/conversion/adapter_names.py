@@ -135,10 +135,12 @@ def _refuse_others(chosen: Chosen, source: str) -> None:
             faults=odd[1:50],
             hint="ckpt merge BASE ADAPTER folds them into the base; --remove-keys leaves them out",
         )
+
     seen: dict[tuple[str, str], set[str]] = {}
     for part in parts.values():
         if part is not None:
             seen.setdefault((part.module, part.key), set()).add(part.kind)
+
     lacking = [
         f"{module}{f' ({key})' if key else ''}: no lora_{'B' if 'a' in kinds else 'A'}"
         for (module, key), kinds in seen.items()
@@ -297,6 +299,7 @@ def _to_megatron(
             hint=_no_place(dialect, settings),
         )
         faults.append(fault)
+
     raise faults[-1]
 
 
@@ -310,6 +313,7 @@ def _filled(
         part = part_of(made.name)
         if part is not None and part.key:
             held.setdefault(part.module, {}).setdefault(part.key, {})[part.kind] = made
+
     more = list[Made]()
     modules = list[str]()
     for module, keys in held.items():
@@ -326,8 +330,10 @@ def _filled(
             zeros = Piece(shape, Side(PAD, 0, (b.shape[1], 1)), Side(name, 0, (b.shape[1], 1)))
             more += [Made(like, a.shape, moved), Made(name, shape, (zeros,), like=b.pieces[0].src.name)]
             modules.append(f"{module}.{key}")
+
     if not more:
         return mapped, []
+
     line = f"{len(modules)} projections have no adapter and one that adds nothing (B of zeros): {modules[0]}"
     return mapped._replace(made=(*mapped.made, *more)), [f"{line}: CanonicalLoRA wants all of a weight"]
 
@@ -459,6 +465,7 @@ def _settings(chosen: Chosen, job: Conversion, config: Mapping[str, Any] | None)
     dora = any((part := part_of(name)) is not None and part.kind == "magnitude" for name in chosen.model)
     if peft is not None:
         return _of_peft(peft.config, ranks, common, path, _topk(config), lenient=job.reading.lenient)
+
     if lora is None or not lora.peft:
         if _source(chosen) == HUB:
             raise without_config(chosen.sources[0].tree)
@@ -468,6 +475,7 @@ def _settings(chosen: Chosen, job: Conversion, config: Mapping[str, Any] | None)
             path=path,
             hint="put the run's run_config.yaml back next to the items, or say the run's alpha with --lora-alpha N",
         )
+
     dim = lora.peft.get("dim")
     alpha = lora.peft.get("alpha")
     if type(dim) is not int or not isinstance(alpha, int | float):
@@ -477,6 +485,7 @@ def _settings(chosen: Chosen, job: Conversion, config: Mapping[str, Any] | None)
             path=path,
             hint="get run_config.yaml again",
         )
+
     dropout = _float(lora.peft.get("dropout"))
     rank = dim if dim in ranks.values() else common
     rslora = lora.peft.get("use_rslora") is True
@@ -539,6 +548,7 @@ def _peft_config(mapped: Mapped, settings: AdapterSettings, chosen: Chosen) -> d
         part = part_of(made.name)
         if part is not None and part.kind == "a":
             ranks[part.module] = made.shape[0]
+
     odd = {module: rank for module, rank in ranks.items() if rank != settings.rank}
     return {
         "alpha_pattern": {},

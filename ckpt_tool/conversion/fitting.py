@@ -176,6 +176,7 @@ def _nothing_left(chosen: Chosen, *, masters: bool) -> UsageError:
             code="E0259",
             hint="an empty state dict is what a rank saves that has nothing; pass the whole folder",
         )
+
     states = dict.fromkeys(state for opened in chosen.sources for state in opened.catalog.states())
     if not {MODEL, MASTER, EMA} & states.keys():
         return UsageError(
@@ -184,6 +185,7 @@ def _nothing_left(chosen: Chosen, *, masters: bool) -> UsageError:
             path=chosen.sources[0].path,
             hint="pass the model's own folder or file; --to dcp or torch writes these states as they are",
         )
+
     if {MODEL, MASTER, EMA} & states.keys() == {EMA} and not masters:
         return UsageError(
             "no model is in this source, only averages of one",
@@ -191,6 +193,7 @@ def _nothing_left(chosen: Chosen, *, masters: bool) -> UsageError:
             path=chosen.sources[0].path,
             hint="--as-model ema writes them as the model",
         )
+
     hint = (
         "the only weights here are fp32 masters: --as-model master writes them as the model, --dtype bf16 rounds them"
     )

@@ -159,6 +159,7 @@ def _k8s(work: _Work, path: str) -> str:
 """
     gpu = ', "nvidia.com/gpu": 1' * work.gpu
     at = f"          workingDir: {_yaml(work.at)}\n"
+
     mounts, volumes = (
         "".join(f"{line.format(number, _yaml(folder))}\n" for number, folder in enumerate(work.folders))
         for line in (
@@ -166,6 +167,7 @@ def _k8s(work: _Work, path: str) -> str:
             "        - {{name: data-{0}, persistentVolumeClaim: {{claimName: YOUR-CLAIM}}}}",
         )
     )
+
     return f"""{_head("kubectl apply -f", path, work.plan_file)}\
 # Change: YOUR-IMAGE, in which `ckpt` is installed; YOUR-CLAIM, a volume that many nodes may write
 # (ReadWriteMany); and how many workers there are, in three places.

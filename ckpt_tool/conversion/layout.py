@@ -101,12 +101,14 @@ def layout_of(chosen: Chosen, wanted: Wanted, fmt: Format, writing: Writing) -> 
     if fmt.holds.own_layout:
         rules_of = ", ".join(filter(None, [f"the rules of {fmt.name}", describe_split(wanted.wish.pp_split)]))
         return Layout(Mesh.of_degrees(wanted.wish.degrees.stated()), (), rules_of), []
+
     inherited = chosen.sources[0].catalog.mesh.dims if chosen.inherits else ()
     degrees = {**dict(inherited), **writing.degrees}
     rules: tuple[PlacingRule, ...] = ()
     if writing.layout:
         named, rules = read_layout(writing.layout)
         degrees |= named
+
     refuse_idle_ranks(degrees, (tensor.shape for tensor in wanted.tensors))
     degrees = _carve_experts(degrees, writing)
     foreign = [name for name, size in degrees.items() if size > 1 and name not in fmt.holds.mesh]
@@ -119,6 +121,7 @@ def layout_of(chosen: Chosen, wanted: Wanted, fmt: Format, writing: Writing) -> 
                 hint="write to sharded or dcp for parallel ranks, or leave the degree off",
             )
         degrees = {name: size for name, size in degrees.items() if name not in foreign}
+
     cuts = {
         row.tensor.key.name: dim
         for row in chosen.stored
@@ -126,6 +129,7 @@ def layout_of(chosen: Chosen, wanted: Wanted, fmt: Format, writing: Writing) -> 
         and (dim := _cut_dim(row.tensor, chosen.sources[row.source].catalog.mesh)) is not None
     }
     zero = fmt.holds.zero if writing.zero is None else writing.zero
+
     return lay_out(
         wanted.tensors,
         Wishes(

@@ -72,29 +72,35 @@ def named(chosen: Chosen, job: Conversion) -> Chosen:
     target = job.dialect
     if writing.experts and (writing.aoa or target != HUB):
         refuse_experts(writing, "--aoa says how names change" if writing.aoa else _other_names(job))
+
     if writing.aoa:
         if writing.dialect not in (None, "keep"):
             raise UsageError("--aoa and --dialect both say how names change", code="E1282", hint="give one of the two")
         return _by_statements(chosen, reading, writing)
+
     if target == "keep":
         if reading.family and writing.dialect is None:
             return chosen.noted(f"--family: {job.fmt.name} keeps names; --dialect NAME changes them")
         return chosen
+
     if target in SYSTEMS and holds_adapter(chosen):  # named by a pass of its own
         refuse_experts(writing, "an adapter has its experts as the library that trained it has them")
         return chosen
+
     source = dialect_of(chosen)
     if source in (None, HUB) and is_from_mlx(chosen):
         asked = writing.dialect is not None or reading.family is not None
         if target == HUB and not asked and holds_codes(chosen):
             return chosen.noted("codes of MLX stay in MLX's names and layout: --dequantize converts them to the hub's")
         return _by_family(chosen, job, mlx.NAME)
+
     if writing.dialect is None and not reading.family and not writing.experts:
         if source == target != "hf":
             return chosen
         foreign = _looks_foreign(row.tensor for row in chosen.stored) or _is_beside_another_config(chosen, reading)
         if target == HUB and source in (None, HUB) and not foreign:
             return chosen
+
     return _by_family(chosen, job, source)
 
 
@@ -176,6 +182,7 @@ def _by_family(chosen: Chosen, job: Conversion, source: str | None) -> Chosen:
     model = config_of(opened, reading)
     config = _as_asked(model.config if chosen.config is None else chosen.config, writing)
     _refuse_foreign(model, config, reading, opened.path)
+
     try:
         found, model, config = _found(chosen, job, source, model, config)
         if home not in found.family.known_dialects:
@@ -194,10 +201,12 @@ def _by_family(chosen: Chosen, job: Conversion, source: str | None) -> Chosen:
             e.path = e.path or opened.path
             raise
         return chosen.noted(f"names and structure are kept as they are: {e.message}")
+
     target = _variant(found.family, writing) or home
     if config is not None and "model_type" not in config and not model.file:
         model = config_of(opened, reading, found.family.name)
         config = _as_asked(model.config if chosen.config is None else chosen.config, writing)
+
     check_config(model, reading.config or opened.path)
     origin = chosen.config_from if chosen.config is not None else model.origin
     chosen = replace(chosen, config=config, config_from=origin).noted(*model.notes)
@@ -205,6 +214,7 @@ def _by_family(chosen: Chosen, job: Conversion, source: str | None) -> Chosen:
         chosen = replace(chosen, stale=(*chosen.stale, "params.json"))  # of names that are gone
     if source == mlx.NAME:
         chosen = replace(chosen, hints=chosen.all_hints.without(SavedBy))
+
     hints, lost = _hints(home, config, renamed=found.dialect != target)
     chosen = chosen.noted(*lost)
     if found.dialect == target:

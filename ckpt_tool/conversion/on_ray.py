@@ -69,6 +69,7 @@ def execute_on_ray(
         import ray
     except ImportError as e:
         raise UsageError("Ray is not installed", code="E0271", hint=install_command("ray")) from e
+
     _join(ray, writing.ray)
     cpus = int(ray.cluster_resources().get("CPU", 1))
     threads = writing.threads or min(_THREADS, max(1, cpus // 2))
@@ -86,6 +87,7 @@ def execute_on_ray(
         return max(ended.found, key=len)
     if ended.failure is not None:
         raise ended.failure
+
     raise StorageError(
         f"{len(ended.lost)} of {count} workers were lost, and none is left",
         code="E0714",

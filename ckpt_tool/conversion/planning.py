@@ -158,17 +158,20 @@ def _report(
             row = states.setdefault(move.key.state, {"tensors": 0, "bytes": 0})
             row["tensors"] += 1
             row["bytes"] += move.numel * move.item_out
+
     removed = removed_rows(chosen.removed)
     names = table_of_names(chosen.names)
     first = chosen.sources[0]
     given = [opened.path for opened in chosen.sources if opened.catalog.tensors]  # the others are computed of these
     known = ADVISES_MASTER if writing.state_as_model == MASTER else frozenset[str]()  # the user does it already
     notes = [note.message for opened in chosen.sources for note in opened.catalog.notes if note.code not in known]
+
     if writing.plan_file and any(has_hidden_secrets(path) for path in given):
         notes.append(
             f"the plan holds no user name, password or signature of a URL: set {VARIABLE} to the whole URLs of the "
             "sources, separated by blanks, before ckpt apply"
         )
+
     return {
         "schema_version": 1,
         "source": {

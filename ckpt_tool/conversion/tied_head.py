@@ -72,8 +72,10 @@ def with_head(chosen: Chosen, job: Conversion) -> Chosen:
         policy = "untie"
         if pair_of(chosen.model) is None:
             return chosen
+
     if policy not in ("tie", "untie"):
         return chosen
+
     names = chosen.model
     pair = pair_of(names)
     if pair is None:
@@ -82,6 +84,7 @@ def with_head(chosen: Chosen, job: Conversion) -> Chosen:
             code="E1480",
             hint=f"such as {', '.join(each[0] for each in _PAIRS.values())}; leave the option off",
         )
+
     head, embedding = pair
     if policy == "untie" and head not in names:
         rows = [row for row in chosen.stored if row.tensor.key.name == embedding]
@@ -100,6 +103,7 @@ def with_head(chosen: Chosen, job: Conversion) -> Chosen:
                 hint="leave the option off: the two are no copies of each other",
             )
         chosen = _without(chosen, head, f"equal to {embedding}, with which it is tied")
+
     return chosen
 
 

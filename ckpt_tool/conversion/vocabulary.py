@@ -56,12 +56,14 @@ def trim_vocabulary(stored: Iterable[Stored], size: int) -> tuple[list[Stored], 
     rows = list(stored)
     out = list[Stored]()
     gone = dict[str, dict[str, Any]]()
+
     if not any(_has_rows(row.tensor) for row in rows):
         raise UsageError(
             f"--vocab-size {size}: no tensor here is named as a vocabulary",
             code="E2302",
             hint="the names that are known end in embed_tokens.weight, lm_head.weight, word_embeddings.weight, ...",
         )
+
     _refuse_other_rows(rows, size)
     for row in rows:
         tensor = row.tensor
@@ -82,6 +84,7 @@ def trim_vocabulary(stored: Iterable[Stored], size: int) -> tuple[list[Stored], 
         )
         entry["bytes"] += tensor.nbytes - cut.nbytes
         entry["names"].append(tensor.key.name)
+
     return out, list(gone.values())
 
 

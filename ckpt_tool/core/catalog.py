@@ -213,6 +213,7 @@ def _fault_of(tensor: LogicalTensor) -> CkptError | None:
     alone = len(chunks) == 1 and chunks[0].box.shape == tensor.shape and not any(chunks[0].box.offset)
     if alone or plainly_tile(chunks, tensor.shape):
         return None
+
     name = str(tensor.key)
     for chunk in chunks:
         if not chunk.box.inside(tensor.shape):
@@ -224,6 +225,7 @@ def _fault_of(tensor: LogicalTensor) -> CkptError | None:
                 key=name,
                 hint="the metadata contradicts itself: this save can't be trusted",
             )
+
     primary = [chunk for chunk in chunks if chunk.replica == 0]
     overlap = first_overlap([chunk.box for chunk in primary])
     if overlap is not None:
@@ -235,6 +237,7 @@ def _fault_of(tensor: LogicalTensor) -> CkptError | None:
             key=name,
             hint="two files claim the same elements: was a newer save written over an older one?",
         )
+
     have = sum(chunk.box.numel for chunk in primary)
     want = prod(tensor.shape)
     if have != want:
@@ -244,6 +247,7 @@ def _fault_of(tensor: LogicalTensor) -> CkptError | None:
             key=name,
             hint="a rank's file is missing or the save was cut short",
         )
+
     return None
 
 

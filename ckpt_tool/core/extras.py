@@ -57,10 +57,12 @@ def to_json(value: Any) -> Any:
     """The JSON form: exact and reversible; dicts with a key that starts with `$` or is no string are tagged."""
     if value is None or isinstance(value, bool | str):
         return value
+
     if isinstance(value, int):
         if abs(value) < 1 << 53:
             return value
         return {"$int": str(value) if value.bit_length() < 4096 else hex(value)}  # Python bounds decimals, not hex
+
     if isinstance(value, float):
         return value if math.isfinite(value) else {"$float": repr(value)}
     if isinstance(value, bytes | bytearray):
@@ -75,10 +77,12 @@ def to_json(value: Any) -> Any:
         return {"$symbol": [value.name, *(to_json(item) for item in value.args)]}
     if isinstance(value, Opaque):
         return {"$opaque": [value.name, [to_json(item) for item in value.args], to_json(value.state)]}
+
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
             return {key: to_json(item) for key, item in value.items()}
         return {"$dict": [[to_json(key), to_json(item)] for key, item in value.items()]}
+
     raise TypeError(f"extras hold plain values, not {type(value).__name__}")
 
 
@@ -97,6 +101,7 @@ def _decode_tagged(value: Any) -> Any:
         return value
     if len(value) != 1 or not next(iter(value)).startswith("$"):
         return {key: _decode_tagged(item) for key, item in value.items()}
+
     (tag,) = value
     body = _body(tag, value)
     try:

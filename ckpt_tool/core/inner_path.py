@@ -97,6 +97,7 @@ def unfit(path: str) -> str:
     folded = path.casefold()
     if len(path) <= LONGEST and _PLAIN.fullmatch(path) and ".ckpt-" not in folded:
         return ""
+
     parts = path.split("/")
     if not path:
         return "is empty"
@@ -114,6 +115,7 @@ def unfit(path: str) -> str:
         return "holds an empty, '.' or '..' component"
     if any(part.endswith((" ", ".")) for part in parts):
         return "has a component that ends in a space or a dot"
+
     sizes = [len(part.encode("utf-8", "surrogatepass")) for part in parts]
     if len(parts) > FOLDERS + 1 or max(sizes) > COMPONENT or sum(sizes) > LONGEST:
         return "is too long or too deep"

@@ -64,6 +64,7 @@ def place(
             code="E0212",
             hint="each mesh dim cuts a tensor at most once",
         )
+
     for name, coordinate in at:
         if not 0 <= coordinate < mesh[name]:
             raise UsageError(
@@ -71,11 +72,13 @@ def place(
                 code="E0209",
                 hint="no rank would hold it: check the stages and the experts' ranks",
             )
+
     shard = []
     choices = []
     padded = []
     uneven = []
     granules = []
+
     for dim, names in wishes:
         if not 0 <= dim < len(shape):
             if len(shape) == 0:
@@ -93,6 +96,7 @@ def place(
             uneven.append(dim)
         if unit > 1 and choice.reason in ("padded", "uneven"):
             granules.append((dim, unit))
+
     return Placement(tuple(shard), tuple(at), tuple(choices), tuple(padded), tuple(uneven), tuple(granules))
 
 

@@ -73,6 +73,7 @@ def entries_of(opened: Opened) -> dict[str, ArchiveEntry]:
             path=tree.display(),
             hint="pass the folder of the step" if one_file else "--follow-symlinks keeps what they lead to",
         )
+
     entries: dict[str, ArchiveEntry] = {}
     arrays = _arrays(opened)
     for path, size in sorted(listing.items()):
@@ -90,6 +91,7 @@ def entries_of(opened: Opened) -> dict[str, ArchiveEntry]:
         if gaps:
             name = f"rest/{path}"
             entries[name] = ArchiveEntry(_tensor(name, path, size, gaps), tree)
+
     return entries
 
 

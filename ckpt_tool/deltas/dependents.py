@@ -232,10 +232,12 @@ def _delta_in(folder: str, names: Iterable[str]) -> Iterator[FoundDelta]:
             data = file.read(_LIMIT)
     except FileNotFoundError:  # a link that leads nowhere
         return
+
     is_cut = not data.rstrip().endswith(b"}")
     may_be_cut_delta = is_cut and not any(map(_OF_A_MODEL.fullmatch, names))
     if not may_be_cut_delta and not any(sign in data for sign in _SIGNS):
         return
+
     try:
         value = json.loads(data)
         metadata = value["metadata"]
@@ -250,6 +252,7 @@ def _delta_in(folder: str, names: Iterable[str]) -> Iterator[FoundDelta]:
             path=path,
             hint="copy the delta again, or remove it if nothing needs it",
         ) from e
+
     base, gone_base = _base_of(folder, value)
     yield FoundDelta(folder, base, _number_of(metadata), "archive" in value, gone_base)
 

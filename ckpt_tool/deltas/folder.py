@@ -190,6 +190,7 @@ def _archive(tree: Tree, value: Any, digests: Mapping[str, str]) -> Archive:
         whole_files = frozenset(map(str, value["whole"]))
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise _fault(tree, "it does not say how files are put together", "archive") from e
+
     placed = dict[str, tuple[int, tuple[ArchivedRange, ...]]]()
     sizes = dict[str, int]()
     for path, (size, pieces) in files.items():
@@ -207,6 +208,7 @@ def _archive(tree: Tree, value: Any, digests: Mapping[str, str]) -> Archive:
                 tree, f"{path[:200]} can't be put together: {bad or f'{position} of {size} bytes'}", "archive", "files"
             )
         placed[path] = (size, tuple(laid))
+
     if set(sizes) != set(digests) or not whole_files <= set(digests):
         raise _fault(tree, "its files and the index name other entries", "archive")
     return Archive(kind, placed, whole_files)

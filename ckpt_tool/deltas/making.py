@@ -79,6 +79,7 @@ def make(base: str, new: str, dst: str, reading: Reading, wanted: Making, progre
     destination = local_path(dst)
     old_source = open_source(base, reading)
     fresh = open_source(new, reading)
+
     check_destination(
         destination,
         [
@@ -92,6 +93,7 @@ def make(base: str, new: str, dst: str, reading: Reading, wanted: Making, progre
     archive: Archive | None = None
     notes: list[str] = [source.resolved for source in (old_source, fresh) if source.resolved]
     dropped: Sequence[dict[str, Any]] = ()
+
     if wanted.dedup:
         old_source = whole_step(old_source)
         fresh = whole_step(fresh)
@@ -110,24 +112,28 @@ def make(base: str, new: str, dst: str, reading: Reading, wanted: Making, progre
         pairs, dropped, pair_notes = _pair_models(hub_names(old_source, reading), hub_names(fresh, reading), base, new)
         notes += pair_notes
         numbers = [None, None]
+
     if old_source.tree.local and not is_found_by_prune(str(destination), str(old_source.tree.root)):
         run_folder = os.path.dirname(old_source.tree.root)
         notes.append(
             f"ckpt prune does not look at {destination} for deltas on steps of {run_folder}: pass "
             f"--deltas {destination.parent} to it, or keep the delta within three folders of the run"
         )
+
     version, before = _versions(wanted, numbers, base, dst)
     document = _document(base, new, destination, wanted, pairs, (version, before), notes, dropped)
     document |= replaced.document()
     progress.plan(document)
     if wanted.dry_run:
         return document
+
     with Frames(str(destination.absolute().parent), wanted) as frames:
         frames.fill(pairs, progress)
         about = (version, before, wanted.encoding, wanted.checksum)
         base_folder = _path_to(old_source.tree, destination)
         names = _write(frames, pairs, destination, about, archive, base_folder, wanted, replaced)
         made = frames.made
+
     sweep_leavings(destination)
     changed = [source for source, _ in made.values() if source.frame is not None]
     document["plan"] |= {"bytes_written": sum(names.values()), "files": len(names)}
@@ -230,10 +236,12 @@ def _pair_models(
         old_model[name].tensor.shape[0] for name, count in rows.items() if count > old_model[name].tensor.shape[0]
     }
     stored = new.stored
+
     if len(row_counts) == 1:
         trimmed, gone = trim_vocabulary(new.stored, min(row_counts))
         stored = tuple(trimmed)
         dropped = [*dropped, *gone]
+
     stored_rows = {row.tensor.key.name: row for row in stored}
     faults = [f"{name}: in {base} alone" for name in old_model if name not in stored_rows]
     faults += [f"{name}: in {path} alone" for name in stored_rows if name not in old_model]
@@ -241,6 +249,7 @@ def _pair_models(
     for name, row in stored_rows.items():
         if name in old_model and (unlike := _unlike(old_model[name].tensor, row.tensor)):
             faults.append(f"{name}: {unlike}")
+
     if faults:
         raise InconsistentCheckpoint(
             f"the two do not hold the same tensors: {faults[0]}",
@@ -249,6 +258,7 @@ def _pair_models(
             faults=faults[1:200],
             hint=hint,
         )
+
     pairs = [
         TensorPair(name, HeldTensor(*old.input(old_model[name])), HeldTensor(*new.input(row)))
         for name, row in stored_rows.items()
@@ -390,6 +400,7 @@ def _write(
     index = index_of(about, weight_map, unchanged, archive, base_folder)
     plan = blake2b(index, digest_size=16).hexdigest()
     written = {}
+
     with Staging(destination, plan, [*files, INDEX], resume=False, force=wanted.force, replaced=replaced) as staging:
         try:
             for file, bin_names in zip(files, bins, strict=True):
@@ -404,6 +415,7 @@ def _write(
         except BaseException:
             staging.discard()
             raise
+
     return written
 
 

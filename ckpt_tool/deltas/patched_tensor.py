@@ -168,6 +168,7 @@ class Patched(ExactRecipe):
                 if reader is not None:
                     reader.apply(block, offset)
                 digest.update(block.data)
+
         for number, (link, digest) in enumerate(zip(self.links, digests, strict=True)):
             want = link.delta.digests[self.key.name]
             have = digest.hexdigest()
@@ -187,4 +188,5 @@ class Patched(ExactRecipe):
                 key=str(self.key),
                 hint=hint,
             )
+
         raise InternalError(f"{self.key}: every delta of the chain is right, but the patched tensor has another digest")

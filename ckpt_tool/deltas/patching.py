@@ -68,6 +68,7 @@ def patch(
             place="ckpt patch",
             hint="leave it off",
         )
+
     refuse_without_patterns("patch", writing)
     chain = [read_delta(open_tree(path, follow_symlinks=reading.follow_symlinks)) for path in deltas]
     check_chain(chain)
@@ -75,12 +76,14 @@ def patch(
     _check_version(opened.tree, chain[0])
     if (archive := chain[-1].archive) is not None:
         return _rebuild(opened, chain, archive, dst, writing, progress)
+
     if unsupported := [state for state in writing.states if state not in (MODEL, "all")]:
         raise UsageError(
             f"--state {unsupported[0]}: a delta holds the model alone",
             code=OPTION,
             hint="ckpt delta --dedup keeps whole steps",
         )
+
     refuse_of_other_states("patch", writing)
     refuse_dropped_model("patch", writing)
     chosen = _apply_chain(hub_names(opened, reading), chain, writing)
@@ -128,6 +131,7 @@ def _apply_chain(chosen: Chosen, chain: Sequence[Delta], writing: Writing) -> Ch
             faults=[name[:200] for name in strange[1:100]],
             hint=near_misses(strange[0], model) or "is it of another model, or does a family not know it? see --family",
         )
+
     cursors = Cursors()
     recipes = [
         Patched.of(row.tensor.key, row.tensor.shape, row.tensor.dtype, chosen.input(row), chain, cursors)
@@ -140,6 +144,7 @@ def _apply_chain(chosen: Chosen, chain: Sequence[Delta], writing: Writing) -> Ch
     line = f"{versions}; {_describe_chain(chain)}; tensors: {len(recipes)}"
     if unnamed:
         line += f"; {unnamed} that no delta names are the base's, and nothing proves them"
+
     description = f"{chosen.sources[0].path} with {' and '.join(delta.tree.display() for delta in chain)}"
     return with_computed(chosen, recipes, description, writing, option="ckpt patch", dtypes={}, notes=(line,))
 
@@ -201,6 +206,7 @@ def _entries(opened: Opened, chain: Sequence[Delta], archive: Archive) -> list[P
     for _, pieces in archive.files.values():
         for piece in pieces:
             sizes[piece.name] = sizes.get(piece.name, 0) + piece.nbytes
+
     recipes = []
     for name, nbytes in sizes.items():
         links: list[Delta] = []
@@ -225,6 +231,7 @@ def _entries(opened: Opened, chain: Sequence[Delta], archive: Archive) -> list[P
             faults.append(name)
             continue
         recipes.append(Patched.of(TensorKey(name), (nbytes,), DTYPES["U8"], own_input, links, cursors))
+
     if faults:
         raise InconsistentCheckpoint(
             f"the base and the chain have nothing of this size for {faults[0][:200]}",
@@ -233,6 +240,7 @@ def _entries(opened: Opened, chain: Sequence[Delta], archive: Archive) -> list[P
             faults=[name[:200] for name in faults[1:100]],
             hint=f"is the base step {chain[0].base_version} of this run, with the files that it had?",
         )
+
     return recipes
 
 

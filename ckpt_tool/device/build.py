@@ -236,6 +236,7 @@ def _run(command: list[str], *, seconds: float, scratch: Path | None = None) -> 
         raise StorageError(f"{name} has not ended after {seconds:g} s", code="E1555", path=command[0]) from e
     except OSError as e:
         raise wrap_os_error(e, command[0], f"starting {name}") from e
+
     if done.returncode != 0:
         printed = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
         raise StorageError(
@@ -245,6 +246,7 @@ def _run(command: list[str], *, seconds: float, scratch: Path | None = None) -> 
             faults=printed[-20:],
             hint="CUDA 12.0 or newer and a g++ that it supports are needed; --device cpu does without the kernels",
         )
+
     return done.stdout + done.stderr
 
 

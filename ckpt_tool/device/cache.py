@@ -209,6 +209,7 @@ def keep(place: Path, key: str, about: dict[str, Any], compile_to: Callable[[Pat
         os.replace(partial, home / LIBRARY)
     except OSError as e:
         raise wrap_os_error(e, home, "keeping the compiled kernels") from e
+
     try:
         existing = look_up(place, key)
     except Refused as e:
@@ -218,6 +219,7 @@ def keep(place: Path, key: str, about: dict[str, Any], compile_to: Callable[[Pat
             path=home,
             hint="set CKPT_CACHE to a folder of your own",
         ) from e
+
     if existing is None:
         raise StorageError(
             "the kernels vanished while they were built",
@@ -225,6 +227,7 @@ def keep(place: Path, key: str, about: dict[str, Any], compile_to: Callable[[Pat
             path=home,
             hint="set CKPT_CACHE to a folder of your own",
         )
+
     return existing
 
 

@@ -226,6 +226,7 @@ def _pieces(box: CodeBox, step: int, item: int) -> Iterator[tuple[Strided, tuple
         raise InternalError(
             f"scales of {scale_box.dtype.name} at {scale_box.address:#x}: cast them to F32 first", code=UNFIT
         )
+
     number, size = _SCALES[scale_box.dtype.name]
     for row, height, down, row0, tall in _stretches(box.row, rows, scale_box.block[0]):
         for column, width, across, column0, wide in _stretches(box.column, columns, scale_box.block[1]):

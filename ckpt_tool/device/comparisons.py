@@ -96,6 +96,7 @@ def pack_pairs(boxes: Sequence[Strided], dtypes: Sequence[DType], *, one_side: b
     packed = fill_list([box if 0 not in box.extents else Strided(0, 0, (), (), (), 0) for box in boxes])
     if not boxes:
         return PackedDescriptors(packed, 0, 0)
+
     run = packed["run"]
     items = np.array([max(1, dtype.bits // 8) for dtype in dtypes], np.uint64)
     kinds = np.array([KINDS.get(dtype.name, BYTES) for dtype in dtypes], np.uint8)
@@ -104,6 +105,7 @@ def pack_pairs(boxes: Sequence[Strided], dtypes: Sequence[DType], *, one_side: b
         raise InternalError(
             f"a run of {run[uneven[0]]} bytes of {dtypes[uneven[0]].name}: no whole elements", code="E1578"
         )
+
     sides = [packed["src"], *packed["sstr"].T.view(np.uint64)]
     if not one_side:
         sides += [packed["dst"], *packed["dstr"].T.view(np.uint64)]
@@ -118,6 +120,7 @@ def pack_pairs(boxes: Sequence[Strided], dtypes: Sequence[DType], *, one_side: b
     per_tile = np.where(cut, 1, np.minimum(rows, np.maximum(1, tile // np.maximum(run, 1))))
     if int(per_row.max()) >= 1 << 32:
         raise InternalError(f"a box has {per_row.max()} tiles a row, want fewer than 2^32", code="E1570")
+
     packed["tiles_per_row"], packed["rows_per_tile"] = per_row, np.maximum(per_tile, 1)
     packed["divr"] = magics(np.maximum(1, np.where(cut, per_row, np.where(aligned, run // np.uint64(16), begun))))
     tiles = np.where(cut, rows * per_row, -(-rows.astype(np.int64) // np.maximum(per_tile, 1).astype(np.int64)))

@@ -306,6 +306,7 @@ def pack_turned(boxes: Iterable[Turned]) -> PackedDescriptors:
     packed = np.zeros(len(boxes_listed), DESC)
     if not boxes_listed:
         return PackedDescriptors(packed, 0, 0)
+
     tiles: list[int] = []
     for box, to in zip(boxes_listed, packed, strict=True):
         batch, rows, columns = box.extents
@@ -326,6 +327,7 @@ def pack_turned(boxes: Iterable[Turned]) -> PackedDescriptors:
         to["div1"], to["div2"], to["aux"] = magic(down), magic(across), column_skew | row_skew << 16
         to["vlog"], to["flags"] = 4 if wide_source else log, 4 if wide_target else log
         tiles.append(batch * down * across)
+
     nbytes = sum(prod(box.extents) * box.item for box in boxes_listed)
     return PackedDescriptors(packed, number_tiles(packed, np.array(tiles, np.uint64)), nbytes)
 
@@ -436,14 +438,17 @@ def _reaches(levels: Levels, low: int, high: int) -> bool:
         first, last = (first, last) if stride >= 0 else (-last, -first)
         before = by_stride.get(abs(stride), (0, 0))
         by_stride[abs(stride)] = before[0] + first, before[1] + last
+
     by_stride.pop(0, None)
     ordered = sorted(((stride, first, last) for stride, (first, last) in by_stride.items()), reverse=True)
+
     # what the levels from k on can make up
     least = [0]
     reach = [0]
     for stride, first, last in reversed(ordered):
         least.insert(0, least[0] + first * stride)
         reach.insert(0, reach[0] + last * stride)
+
     tries = 0
     todo = [(0, low, high)]
     while todo:
@@ -461,6 +466,7 @@ def _reaches(levels: Levels, low: int, high: int) -> bool:
         todo.extend(
             (level + 1, below - k * stride, above - k * stride) for k in range(stop, start - 1, -1)[:MOST_TRIES]
         )
+
     return False
 
 

@@ -49,6 +49,7 @@ def probe(name: str = DRIVER) -> Probe:
         initialise = driver.cuInit
     except (OSError, AttributeError) as e:
         return Probe(0, (), f"no NVIDIA driver: {e}")
+
     version = ctypes.c_int(0)
     count = ctypes.c_int(0)
     driver.cuDriverGetVersion(ctypes.byref(version))
@@ -57,6 +58,7 @@ def probe(name: str = DRIVER) -> Probe:
         return Probe(version.value, (), "the NVIDIA driver sees no GPU (CUDA_VISIBLE_DEVICES hides them, too)")
     if status != 0:
         return Probe(version.value, (), f"the NVIDIA driver can't start: {_error_name(driver, status)}")
+
     cards = []
     for number in range(count.value):
         device = ctypes.c_int(0)
@@ -68,6 +70,7 @@ def probe(name: str = DRIVER) -> Probe:
         driver.cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, device)
         driver.cuDeviceGetAttribute(ctypes.byref(minor), _MINOR, device)
         cards.append(Card(text.value.decode(errors="replace"), major.value * 10 + minor.value))
+
     return Probe(version.value, tuple(cards), "")
 
 

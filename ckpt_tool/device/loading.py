@@ -333,6 +333,7 @@ def compare_replicas(
         image = _Image(station, reader, stopped, count=count)
         boxes: list[Strided] = []
         owners: list[Window] = []
+
         for window, region in layer:
             _take(image, window, region, station.second, station.room)
             item = window.move.item
@@ -344,6 +345,7 @@ def compare_replicas(
                 ):
                     boxes.append(box)
                     owners.append(window)
+
         image.flush()
         found = unequal(station, boxes)
         if found:

@@ -74,12 +74,14 @@ def pack_floats(boxes: Iterable[FloatBox], source: DType, scheme: Scheme, scales
         *FLOATS
     }:
         raise InternalError(f"no kernel makes {scheme.name} of {source.name}, scales {scale_dtype.name}", code=UNFIT)
+
     strided_boxes: list[Strided] = []
     table: list[tuple[float, ...]] = []
     records: list[int] = []
     number = -1
     item = source.bits // 8
     size = scale_dtype.bits // 8
+
     for number, box in enumerate(boxes):
         if 0 in box.shape:
             continue
@@ -93,6 +95,7 @@ def pack_floats(boxes: Iterable[FloatBox], source: DType, scheme: Scheme, scales
             about = kind(scale_dtype) if scale_dtype.name in FLOATS else 0
             table.append((piece.scales, *piece.scale_strides, magic(down), down, about, piece.whole))
             records.append(number)
+
     packed = fill_list(strided_boxes)
     tiles = _cut(packed, item, scheme)
     packed["aux"] = np.arange(len(packed))
@@ -101,6 +104,7 @@ def pack_floats(boxes: Iterable[FloatBox], source: DType, scheme: Scheme, scales
     threads = 0
     if scheme.block[1] == 0:
         threads = min(ceil_div(int(packed["run"].max(initial=1)), 32 * HELD) * 32, MOST_THREADS)
+
     boxes_ = PackedDescriptors(packed, tiles, nbytes)
     return FloatList(boxes_, np.array(table, TABLE), kind(source), of_scheme, tuple(records), number + 1, threads)
 
@@ -131,6 +135,7 @@ def _cut(out: npt.NDArray[np.void], item: int, scheme: Scheme) -> int:
     """Cut every box into tiles: of blocks one each. item: bytes of a float. Returns their sum."""
     if not len(out):
         return 0
+
     run = out["run"]
     rows = out["rows"].astype(np.uint64)
     chunk = np.uint64(16 // item)
@@ -139,6 +144,7 @@ def _cut(out: npt.NDArray[np.void], item: int, scheme: Scheme) -> int:
     for address, strides, grid in (("src", "sstr", 16), ("dst", "dstr", codes)):
         off |= out[address] % np.uint64(grid)
         off |= np.bitwise_or.reduce(out[strides] % grid, axis=1).view(np.uint64)
+
     out["vlog"] = off == 0
     high, wide = scheme.block
     if high == 1 and wide:
@@ -153,6 +159,7 @@ def _cut(out: npt.NDArray[np.void], item: int, scheme: Scheme) -> int:
         per_tile = np.ones(len(out), np.uint64)
         tiles = out["ext"][:, 1] * down * per_row
         out["divr"] = magics(per_row)
+
     total = number_tiles(out, tiles)
     out["tiles_per_row"], out["rows_per_tile"] = per_row, per_tile
     return total

@@ -74,6 +74,7 @@ def plan_resharding(held: Sequence[DeviceBox], wanted: Sequence[DeviceBox]) -> R
     by_name: dict[str, list[tuple[int, DeviceBox]]] = {}
     for number, shard in enumerate(held):
         by_name.setdefault(shard.tensor, []).append((number, shard))
+
     copies: list[tuple[Copy, int]] = []
     missing: list[str] = []
     for number, shard in enumerate(wanted):
@@ -91,10 +92,12 @@ def plan_resharding(held: Sequence[DeviceBox], wanted: Sequence[DeviceBox]) -> R
             if not left:
                 break
         missing += [f"{shard.tensor}: no rank holds {box.shape} from {box.offset} on" for box in left]
+
     if missing:
         raise InconsistentCheckpoint(
             missing[0], code="E1566", faults=missing[1:], hint="pass the shards of every rank that holds a part"
         )
+
     planned_launches = launches(copies, [shard.address for shard in held], [shard.address for shard in wanted])
     return Resharding(planned_launches, sum(prod(copy.extents) * item for copy, item in copies))
 

@@ -98,10 +98,12 @@ def missing(family: Family, dialect: str, names: Iterable[str], config: Config |
     exactly = list_expected_tensors(family, dialect, config)
     table = family.table(dialect)
     config = family.facts(config or {})
+
     if exactly is not None:
         have = set(names)
         head = _find_missing_ends(family, table, have, config)
         return list(dict.fromkeys((*(name for name in exactly if name not in have), *head)))
+
     sized = {**config, **compute_sizes(family.axes, config)[0]}
     layers: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     experts: dict[tuple[str, int], dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
@@ -117,16 +119,19 @@ def missing(family: Family, dialect: str, names: Iterable[str], config: Config |
             )
             if len(numbers) == 2 and not several:
                 experts[group.form, numbers[0]][0].add(numbers[1])
+
     for name in unknown if table.towers else ():
         form, row = form_of(name)
         front, rest = _split_at_layer(form)
         if row and f".{front}".endswith(_BLOCKS) and table.in_tower(name) is not None:
             layers[front][row[0]].add(f"{front}%d.{_fill_module_numbers(rest, row[1:])}")
+
     lost = list(_find_missing_ends(family, table, names, config))
     whole = _count_layers(family, config)
     decoders = _find_decoders(table)
     if whole and decoders and not decoders & layers.keys():
         lost.append(f"{min(decoders)}*")
+
     for front, found_layers in layers.items():
         decoder = front in decoders
         count = _count_numbers(table, front, whole, sized) if decoder and whole else whole
@@ -136,6 +141,7 @@ def missing(family: Family, dialect: str, names: Iterable[str], config: Config |
         lost += (
             _find_layers_without_experts(front, found_layers, config, count or 0) if decoder and count == whole else []
         )
+
     return lost + list(_find_lone_experts(experts))
 
 
@@ -220,12 +226,14 @@ def _find_thinner_layers(
     deep = {
         words[0] for words in split.values() if len(words) > 2
     }  # `mamba.A_log` is of the module that has `mamba.norm`
+
     for number, forms in layers.items():
         parts: dict[str, set[str]] = {"": set()}  # "": what is in the layer itself, its norms
         for form, words in ((form, split[form]) for form in forms):
             parts.setdefault(words[0] if words[0] in deep else _name_module(words[0]), set()).add(form)
         for module, own in parts.items():
             modules[module][frozenset(own)].append(number)
+
     for kinds in modules.values():
         for kind, numbers in kinds.items():
             fuller = sorted(

@@ -99,6 +99,7 @@ class Copied:
         rows = np.flatnonzero(np.isin(every.records, ascending))
         if not len(rows):
             return stands, sample
+
         values = np.concatenate([*self._hashes(rows, hash_of)])
         record = np.searchsorted(ascending, every.records[rows])
         path = every.paths[rows]
@@ -115,6 +116,7 @@ class Copied:
                 row = int(rows[first])
                 tensor = int(np.searchsorted(every.starts, row, side="right")) - 1
                 sample[number] = self._tensors[tensor].chunks[row - int(every.starts[tensor])].array
+
         return stands, sample
 
     def _hashes(self, rows: Ints, hash_of: _Hash) -> Iterator[np.ndarray[Any, np.dtype[np.uint64]]]:

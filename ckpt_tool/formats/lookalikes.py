@@ -137,13 +137,16 @@ def looks_like(tree: Tree, below: Sequence[str]) -> tuple[str, str]:
     names = list(tree.listing())
     if not names:
         return "the folder is empty", ""
+
     if tree.single is not None:
         head = tree.head(tree.single, HEAD)
         what = what_is(head)
         return (f"the file is {what}" if what else f"the file begins with {head[:8]!r}"), advice(head) or ""
+
     cached = sorted({top for name in names if (top := name.partition("/")[0]).startswith("models--")})
     if cached:
         return "the folder is a cache of the hub", f"pass one of its models: {', '.join(cached[:NAMED])}"
+
     tensorflow = next(
         (
             name
@@ -158,10 +161,12 @@ def looks_like(tree: Tree, below: Sequence[str]) -> tuple[str, str]:
         return f"a TensorFlow checkpoint ({tensorflow})", "save the model as safetensors with TensorFlow's own tools"
     if below:
         return "nothing that is read is at its root", _components(tree, below)
+
     for path, head in _heads(tree, names):
         what = what_is(head)
         if what is not None and what not in ("JSON text", "an HTML or XML page"):
             return f"the folder holds {what}, {path}", advice(head) or ""
+
     return f"the folder holds {len(names)} files, among them {', '.join(names[:3])}", ""
 
 

@@ -79,6 +79,7 @@ def detect(tree: Tree) -> tuple[Format, Evidence]:
             path=tree.display(tree.single),
             hint="pass the folder that holds it; --from torch opens the file alone",
         )
+
     unread = {kind.name: kind for kind in LOOKALIKES} if tree.single is None else {}
     known = [Claim(name, evidence) for name, kind in unread.items() if (evidence := kind.find(tree))]
     found = settle([*claims(tree), *known])
@@ -90,8 +91,10 @@ def detect(tree: Tree) -> tuple[Format, Evidence]:
             path=tree.display(),
             hint=advice or f"this build reads {', '.join(NAMES)}; if it is one of them, say which with --from",
         )
+
     if len(found) > 1:
         raise several(found, tree.display())
+
     if found[0].name in unread:
         raise UnknownFormat(
             f"{found[0].name}, which this build does not read as a whole ({found[0].evidence.why})",
@@ -99,6 +102,7 @@ def detect(tree: Tree) -> tuple[Format, Evidence]:
             path=tree.display(),
             hint=unread[found[0].name].hint(tree, components(tree)),
         )
+
     return by_name(found[0].name), found[0].evidence
 
 

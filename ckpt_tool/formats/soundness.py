@@ -74,6 +74,7 @@ def _moments(catalog: Catalog) -> Iterator[CkptError]:
     masters = shapes.get(MASTER, {})
     if not model and not masters:
         return
+
     without = [name for name in masters if name not in model]
     if 0 < len(without) < len(masters):  # (of ZeRO 3 and Paddle's sharding_io none has a weight beside its master)
         yield Incomplete(
@@ -83,9 +84,11 @@ def _moments(catalog: Catalog) -> Iterator[CkptError]:
             path=_path(catalog, without[0], MASTER),
             hint=f"a rank's part of the model is missing, or was copied over by another's{_LENIENT}",
         )
+
     parameters = {**masters, **model}
     names = set[str]()
     lost = list[tuple[str, str]]()
+
     for state in (MASTER, *(state for state in shapes if state in MOMENTS)):
         mine = shapes.get(state, {})
         if state != MASTER:
@@ -102,6 +105,7 @@ def _moments(catalog: Catalog) -> Iterator[CkptError]:
                 )
             elif not numeral(name):
                 lost.append((name, state))
+
     if len({name for name, _ in lost}) < len(names):  # else the names are another dialect's
         for name, state in lost:
             yield InconsistentCheckpoint(
@@ -200,9 +204,11 @@ def _experts(catalog: Catalog) -> Iterator[CkptError]:
         found = _EXPERT.fullmatch(row.name) if "experts." in row.name else None
         if found is not None:
             layers.setdefault((found[1], row.state), {}).setdefault(int(found[2]), set()).add(found[3])
+
     counts: dict[str, int] = {}
     for (prefix, _), of in layers.items():
         counts[prefix] = max(counts.get(prefix, 0), 1 + max(of))
+
     for (prefix, state), experts in layers.items():
         suffix = "" if state == MODEL else f" [{state}]"
         gone = [i for i in range(min(counts[prefix], 1 << 16)) if i not in experts]

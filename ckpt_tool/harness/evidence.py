@@ -132,6 +132,7 @@ def gather(case: Case, folder: Path, *, say: Say = lambda line: None) -> Documen
     )
     if not case.canonical:
         states[-1]["counted"] = False  # other layouts round otherwise: the curve is what counts
+
     announce(f"back: {case.target} -> {case.source}")
     run_tool(*_reshard(case, folder / "resharded", folder / "back", case.source))
     states.append(
@@ -139,6 +140,7 @@ def gather(case: Case, folder: Path, *, say: Say = lambda line: None) -> Documen
     )
     controls = _controls(case, hub_folder, folder, want, announce) if case.planted and case.after else []
     noise = _noise(case, want, folder, announce) if not case.canonical and case.after else None
+
     return _document(
         case,
         curve,
@@ -357,6 +359,7 @@ def _document(
         for state in states
         if state["counted"]
     ]
+
     if not case.after:
         curve["worst"] = 0.0
     elif case.canonical:
@@ -371,10 +374,12 @@ def _document(
         curve["ok"] = curve["worst"] <= limit
         text = f"loss within {curve['worst']:.1e} relative (limit {limit:.1e}; layouts alone make {noise or 0.0:.1e})"
         checks.append({"check": "curve", "ok": curve["ok"], "text": text})
+
     if controls:
         caught = sum(row["caught"] for row in controls if row["fault"] != "nothing")
         ok = all(row["ok"] for row in controls)
         checks.append({"check": "controls", "ok": ok, "text": f"{caught} of {len(controls) - 1} planted faults caught"})
+
     return {
         "ok": all(check["ok"] for check in checks),
         **_what_was_run(case),

@@ -152,18 +152,22 @@ def plant(fault: PlantedFault, folder: Path) -> None:
         marks[state] = _marks(folder / f"{state}.safetensors")
         with safe_open(folder / f"{state}.safetensors", "pt") as file:
             tensors.update({(state, name): file.get_tensor(name) for name in file.keys()})
+
     weights = "model" if "master" in stored else "master"  # without masters the model are the main weights
     if weights == "master":
         tensors |= {(weights, name): values for (state, name), values in tensors.items() if state == "model"}
     before = dict(tensors), dict(scalars)
     fault.apply(tensors, scalars)
+
     if scalars == before[1] and all(torch.equal(tensors[key], before[0][key]) for key in tensors):
         raise Incomplete(
             f"the fault {fault.what!r} changed nothing", code="E1508", path=str(folder), hint="train more steps first"
         )
+
     # a forger's care: the save id covers mesh, extras and boxes, so that the reader can't tell
     boxes = {file["path"]: file["boxes"] for file in index["files"]}
     index["save"] = digits(canonical([index["mesh"], index["extras"], boxes]))
+
     for path in boxes:  # a format may have brought states of its own along (`step`): they keep their values
         state = path.removesuffix(".safetensors")
         if state in EVERY_STATE:
@@ -172,6 +176,7 @@ def plant(fault: PlantedFault, folder: Path) -> None:
         else:
             copies, marks[state] = load_file(folder / path), _marks(folder / path)
         save_file(copies, folder / path, {**marks[state], "save": index["save"]})
+
     (folder / INDEX).write_text(json.dumps(index))
 
 

@@ -210,6 +210,7 @@ def _collect(ranks: Sequence[_Rank], until: float) -> list[Any]:
                     except CkptError as error:
                         deaths.append((_guilt(error), error))
                         until = min(until, time.monotonic() + GRACE)
+
     if deaths:
         raise max(deaths, key=lambda death: death[0])[1]  # the first of the guiltiest
     return [results[rank.number] for rank in ranks]

@@ -145,17 +145,21 @@ class HarnessLayout:
         sizes = {name: getattr(self, name) for name in ("tp", "pp", "dp", "ep", "vpp")}
         if small := [f"{name} is {size}, at least 1 is wanted" for name, size in sizes.items() if size < 1]:
             return small
+
         faults = []
         if VIRTUAL % self.tp:
             faults.append(f"tp is {self.tp}, but the model is made of {VIRTUAL} shards, so tp must divide {VIRTUAL}")
+
         if self.dp % self.ep:
             faults.append(
                 f"ep is {self.ep}, but experts are spread over the {self.dp} data ranks, so ep must divide dp"
             )
+
         if (shape.experts or 1) % self.ep:
             faults.append(
                 f"ep is {self.ep}, but the model has {shape.experts} experts, so ep must divide {shape.experts}"
             )
+
         if not 0 <= self.zero <= 3:
             faults.append(f"zero is {self.zero}, wanted 0, 1, 2 or 3")
         if muon and self.zero == 3 and self.dp > 1:
@@ -163,20 +167,24 @@ class HarnessLayout:
         if self.split and (len(self.split) != self.stages or sum(self.split) != shape.layers or min(self.split) < 1):
             text = "-".join(map(str, self.split))
             faults.append(f"split {text} is not {self.stages} numbers from 1 that add up to {shape.layers} layers")
+
         if self.stages > shape.layers:
             faults.append(
                 f"pp {self.pp} x vpp {self.vpp} is {self.stages} stages, but the model has {shape.layers} layers"
             )
+
         if self.vpp > 1 and self.pp == 1:
             faults.append(f"vpp is {self.vpp}, but one pipeline stage can't be interleaved")
         if steps and shape.batch % self.dp:
             faults.append(
                 f"dp is {self.dp}, but a step has {shape.batch} microbatches, so dp must divide {shape.batch}"
             )
+
         if steps and canonical and shape.batch & (shape.batch - 1):
             faults.append(
                 f"a step has {shape.batch} microbatches: canonical sums pair them, so it must be a power of two"
             )
+
         return faults
 
     def check(self, shape: ModelShape, *, canonical: bool = True, steps: bool = True, muon: bool = False) -> None:

@@ -120,6 +120,7 @@ def cases(
         pairs = (*edge_pairs, *CROSS, *MUON)
     else:
         raise UsageError(f"no matrix is called {which!r}", code="E1541", place="--matrix", hint="want quick or full")
+
     turns = cycle(formats.WRITERS)
     listed_cases = []
     for number, pair in enumerate(pairs):
@@ -142,6 +143,7 @@ def cases(
                 muon=by_muon,
             )
         )
+
     return listed_cases
 
 

@@ -128,6 +128,7 @@ def _entry(
         source = Loader(start)
         _refuse_another_model(source, job, start)
         trainer.load(source.read, source.scalars)
+
     store = None
     if saving is not None:
         store = RankStore(
@@ -135,6 +136,7 @@ def _entry(
         )
         if steps == 0:
             store.save(trainer.state())
+
     done = []
     for step in trainer.train(steps):
         done.append(list(step))
@@ -142,11 +144,13 @@ def _entry(
             store.save(trainer.state())
         if watch is not None and comm.rank == 0:
             watch(step)
+
     if store is not None:
         store.close()
     if last:
         comm.barrier()
         _die_in_step(trainer, comm)
+
     return done
 
 

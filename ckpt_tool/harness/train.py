@@ -126,6 +126,7 @@ class Trainer:
         stage = op.chunk * layout.pp + self.at.pp
         tokens = sample(shape, self.seed, self.consumed + moment.microbatch).to(self.comm.device)
         flight = _Flight([], Node(torch.zeros(0)), Node(torch.zeros(0)))
+
         if stage == 0:
             x = self._model.embed(self._open(flight, "embed"), tokens[:-1], moment)
             self.weights.release("embed")
@@ -134,9 +135,11 @@ class Trainer:
             size = (shape.sequence, shape.hidden)
             source = self._rank_of(stage - 1)
             entry = x = Node(self.comm.recv(size, torch.bfloat16, source, self._tag(op, stage, forward=True)).detach())
+
         for layer in self.at.chunks[op.chunk]:
             x = self._model.layer(self._open(flight, str(layer)), x, layer, moment)
             self.weights.release(str(layer))
+
         if stage == layout.stages - 1:
             x = self._model.loss(self._open(flight, "head"), x, tokens[1:], moment)
             self.weights.release("head")
@@ -144,6 +147,7 @@ class Trainer:
                 losses[moment.microbatch] = x.value.double().cpu()
         else:
             self.comm.send(x.value, self._rank_of(stage + 1), self._tag(op, stage + 1, forward=True))
+
         self._flights[op.microbatch, op.chunk] = flight._replace(entry=entry, exit=x)
 
     def _backward(self, op: Op) -> None:

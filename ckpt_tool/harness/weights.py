@@ -57,6 +57,7 @@ class RankWeights:
             parts_of_all = [parts(items, layout.zero, len(group), index, muon=muon) for index in range(len(group))]
             self._shares.append(parts_of_all)
             self._parts |= parts_of_all[group.index(at.rank)]
+
         self.slices: dict[str, Slices | MuonSlices] = {}
         self._values: dict[str, torch.Tensor] = {}  # whole boxes; with ZeRO 3 only while gathered
         self._own: dict[str, torch.Tensor] = {}  # ZeRO 3: the rank's part of the model's values

@@ -168,17 +168,21 @@ class Grouping:
                 sound = False
             else:
                 rows.append((part, row))
+
         shapes = {row.tensor.shape: part.model for part, row in rows}
         if len(shapes) > 1:
             listed_shapes = ", ".join(f"{list(shape)} in {model}" for shape, model in shapes.items())
             self._fault(f"{name}: {listed_shapes}")
             sound = False
+
         if not sound:
             return None
+
         place = ParameterPlace(name, t)
         shared = dict[str, Value | None]()
         own_settings = dict[str, tuple[Value | None, ...]]()
         base = self._job.base_of(slice_)
+
         for key, parameter in self._job.method.parameters.items():
             if parameter.scope == "shared":
                 shared[key] = self._value(slice_, None, key, place)
@@ -189,6 +193,7 @@ class Grouping:
                 else self._value(slice_, part, key, ParameterPlace(input_tensor, t))
                 for part, input_tensor in zip(slice_.parts, inputs, strict=True)
             )
+
         return MergeGroup(name, slice_, tuple(rows), shared, own_settings)
 
     def _value(self, slice_: LayerSlice, part: LayersOfModel | None, key: str, place: ParameterPlace) -> Any:

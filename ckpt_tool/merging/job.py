@@ -276,11 +276,13 @@ def job_of(options: MergeOptions, sources: Sequence[str]) -> MergeJob:
     base = options.base
     if method.name == "slerp" and base is None and len(models) == 2:
         base = models[0]
+
     weights = _compute_schedule(options, len(models), faults) if averages else options.weights
     if base is not None and method.base == "none":
         faults.append(f"{options.name} has no base: --base {base}")
     elif base is not None and base not in models:
         models.append(base)
+
     tasks = [model for model in models if method.base == "none" or model != base]
     own_settings = {
         name: _each(values, tasks, f"--{name}", faults)
@@ -290,6 +292,7 @@ def job_of(options: MergeOptions, sources: Sequence[str]) -> MergeJob:
         if values
     }
     faults += _idle(options, method)
+
     parts = [
         LayersOfModel(
             model,
@@ -302,6 +305,7 @@ def job_of(options: MergeOptions, sources: Sequence[str]) -> MergeJob:
         shared["weight"] = setting(1.0)
     if method.name == "passthrough" and options.weights:
         faults.append("passthrough has no weights")
+
     notes = _notes(options, method)
     job = MergeJob(
         method,
@@ -315,6 +319,7 @@ def job_of(options: MergeOptions, sources: Sequence[str]) -> MergeJob:
         newest=models[-1] if averages else None,
     )
     faults += all_faults(job)
+
     if averages and len(models) == 1:
         raise UsageError(
             f"{options.name} needs at least 2 checkpoints, and there is {models[0]} alone",
@@ -323,6 +328,7 @@ def job_of(options: MergeOptions, sources: Sequence[str]) -> MergeJob:
             hint=f"ckpt merge RUN OUT --method {options.name} --last N averages the last N steps of a run, --steps A,B "
             "those that are named; without --method ckpt merge SRC OUT copies one",
         )
+
     if faults:
         raise UsageError(
             faults[0],
@@ -331,6 +337,7 @@ def job_of(options: MergeOptions, sources: Sequence[str]) -> MergeJob:
             place="ckpt merge",
             hint="ckpt merge MODEL MODEL ... OUT --method NAME --base BASE --weight W for each model",
         )
+
     return job
 
 

@@ -98,6 +98,7 @@ def _choose_merged(
     for model in models:
         offsets[model.path] = len(sources)
         sources += model.chosen.sources
+
     groups, removed, layers = _groups(job, models, writing)
     kinds = [_dtype(group, models) for group in groups]
     copied = [group for group, kind in zip(groups, kinds, strict=True) if kind is None]
@@ -106,6 +107,7 @@ def _choose_merged(
     recipes = list["Recipe"]()
     dtypes = dict[TensorKey, DType]()
     rows = list[Stored]()
+
     for group, kind in zip(groups, kinds, strict=True):
         part, row = group.rows[0]
         key = TensorKey(group.name)
@@ -115,6 +117,7 @@ def _choose_merged(
             dtypes[key] = kind
             if not is_copied(job, group):
                 recipes.append(recipe_of(job, group, [parts[part.model].input(row) for part, row in group.rows]))
+
     extras, gone = without_training(donor.chosen.extras)
     config = sliced_config(models, layers, notes) if layers is not None else donor.chosen.config
     base = replace(
@@ -150,6 +153,7 @@ def _groups(
     ]
     wrong = [*grouping.wrong, *dict.fromkeys(fault for group in groups for fault in parameter_faults(job, group))]
     wrong += idle_filters(job, [group.name for group in groups] if job.sliced else names)
+
     if faults:
         raise InconsistentCheckpoint(
             f"the merge can't be made: {faults[0]}",
@@ -157,12 +161,15 @@ def _groups(
             faults=[*faults[1:500], *wrong[:100]],
             hint=_how_to_make_alike(tensors_of, faults[0]),
         )
+
     if wrong:
         raise UsageError(wrong[0], code="E1441", faults=wrong[1:100], place=f"--method {job.method_typed}")
+
     if job.sliced:
         kept_names, removed_names = _split_kept([group.name for group in groups], writing)
         gone = [group.rows[0][1].tensor for group in groups if group.name in set(removed_names)]
         return [group for group in groups if group.name in set(kept_names)], tuple(gone), grouping.layers
+
     gone = [
         next(tensors[name] for tensors in tensors_of.values() if name in tensors).tensor
         for name in _split_kept(names, writing)[1]
@@ -177,12 +184,15 @@ def _how_to_make_alike(held: Mapping[str, Mapping[str, Stored]], fault: str) -> 
         return (
             "convert the models to one type first: ckpt convert SRC DST --dtype bf16 (--dequantize for quantised ones)"
         )
+
     if fault_text.startswith("["):
         if name.endswith(_VOCABULARY):
             return "the vocabularies have different sizes: ckpt convert SRC DST --vocab-size N brings them to one size"
         return "merge models of one architecture: the shapes of this tensor differ; --remove-keys leaves it out"
+
     if fault.startswith("lm_head.weight: not in"):
         return "one of the models ties its head: --tied-head untie writes the heads of all, --tied-head tie none"
+
     longest = {path: _shared_prefix(tensors) for path, tensors in held.items()}
     for path, prefix in longest.items():
         bare = {name.removeprefix(prefix) for name in held[path]}
@@ -196,6 +206,7 @@ def _how_to_make_alike(held: Mapping[str, Mapping[str, Stored]], fault: str) -> 
                 f"most names of {path} begin with {prefix!r}, and without it they are those of {others[0]}: "
                 f"convert {path} with --rename '{prefix}*=*' first"
             )
+
     return "models must have the same tensors of the same shapes; --remove-keys leaves out what one of them lacks"
 
 

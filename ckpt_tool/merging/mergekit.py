@@ -75,14 +75,17 @@ def read_config(path: str, *, seed: int | None = None, tokenizer: str | None = N
         raise UsageError(
             "the config is not a mapping", code="E1444", path=path, hint="it begins with merge_method: NAME"
         )
+
     data = _as_one_module(data, faults)
     faults.unknown("", data, _KEYS)
     name = data.get("merge_method")
     method = _try_make(lambda: method_of(name), faults) if isinstance(name, str) else None
+
     if not isinstance(name, str):
         faults.add(
             "/merge_method", "merge_method is missing" if name is None else f"found {name!r}, want a method's name"
         )
+
     base = _model(data["base_model"], "/base_model", faults) if data.get("base_model") is not None else None
     slices, sliced = _slices(data, base, method, faults)
     settings = _settings(data.get("parameters"), "/parameters", method, faults)
@@ -90,6 +93,7 @@ def read_config(path: str, *, seed: int | None = None, tokenizer: str | None = N
     _check_tokenizer(data, base, slices, faults)
     if method and seed is not None and not method.by_chance:
         faults.add("", f"--seed: {method.name} leaves nothing to chance")
+
     if method and slices and not faults:
         slices, idle = _without_idle(slices, base, method)
         notes = (*_notes(data, settings), *idle)
@@ -98,6 +102,7 @@ def read_config(path: str, *, seed: int | None = None, tokenizer: str | None = N
             faults.add("", fault)
         if not faults:
             return job
+
     first_fault, *other_faults = faults
     raise UsageError(
         first_fault[1],

@@ -85,6 +85,7 @@ def open_models(paths: Sequence[str], reading: Reading, writing: Writing, comput
     hub = registry.of_dialect("hf")
     models = list[MergedModel]()
     plain = list[UsageError]()
+
     for path in paths:
         opened = open_source(path, reading)
         states = (MODEL, "extras") if opened.catalog.extras else (MODEL,)
@@ -101,8 +102,10 @@ def open_models(paths: Sequence[str], reading: Reading, writing: Writing, comput
         named = passed(part, job, NAMES)
         config = named.config or config_of(opened, reading).config
         models.append(MergedModel(path, opened, named, config))
+
     if plain and len(plain) == len(models):
         raise plain[0]
+
     refuse_unmatched_in_all(writing.rename, [model.opened for model in models])
     return models
 
@@ -126,6 +129,7 @@ def check_models(models: Sequence[MergedModel], *, sliced: bool, any_tokenizer: 
     first_model = models[0]
     faults = list[tuple[str, str]]()
     notes = list[str]()
+
     for other in models[1:]:
         pair = f"{other.path} and {first_model.path}"
         for key, a, b in _differences(first_model.config, other.config, (*_SAME, *(() if sliced else (_LAYERS,)))):
@@ -141,6 +145,7 @@ def check_models(models: Sequence[MergedModel], *, sliced: bool, any_tokenizer: 
             notes.append(f"{pair}: their tokenizers differ ({reason}); rows of embeddings are merged by their number")
         elif reason:
             faults.append((TOKENIZERS, f"{pair}: {reason}"))
+
     if faults:
         codes = [code for code, _ in faults]
         tokens_alone = set(codes) == {TOKENIZERS}
@@ -153,6 +158,7 @@ def check_models(models: Sequence[MergedModel], *, sliced: bool, any_tokenizer: 
             if tokens_alone
             else "merge models of one architecture, grown from one base",
         )
+
     return notes
 
 

@@ -280,6 +280,7 @@ def values_of(given: Mapping[str, Any], *groups: type[G]) -> list[G]:
         for inner in groups_within(group)
         for option in own_options(inner)
     }
+
     faults = [
         BadValue(
             f"unknown option {name!r}",
@@ -289,6 +290,7 @@ def values_of(given: Mapping[str, Any], *groups: type[G]) -> list[G]:
         if name not in owners
     ]
     values: dict[type, dict[str, Any]] = {inner: {} for group in groups for inner in groups_within(group)}
+
     for keyword, (option, owner) in owners.items():
         if given.get(keyword) is None:
             continue
@@ -301,10 +303,12 @@ def values_of(given: Mapping[str, Any], *groups: type[G]) -> list[G]:
             option.fill(values[owner], found)
         except BadValue as fault:
             faults.append(fault)
+
     if faults:
         first, *others = faults
         lines = [f"{fault} ({fault.hint})" if fault.hint else str(fault) for fault in others]
         raise UsageError(str(first), code="E0280", path=first.path, hint=first.hint, faults=lines)
+
     return [_value(group, values) for group in groups]
 
 

@@ -252,9 +252,11 @@ def _clip(offset: int, at: int, dim: int, region: Region, start: int, stop: int)
         last += (n - 1) * s
     if start >= stop or last < start or at >= stop or 0 in extents:
         return
+
     if at >= start and last < stop:
         yield Region(region.file, offset, at, extents, strides, steps, region.replica)
         return
+
     step = steps[0]
     stride = strides[0]
     n = extents[0]
@@ -266,11 +268,13 @@ def _clip(offset: int, at: int, dim: int, region: Region, start: int, stop: int)
     end_whole = max(end_whole, first_whole)
     for i in range(first_touched, min(first_whole, end_touched)):
         yield from _clip(offset + i * stride, at + i * step, dim + 1, region, start, stop)
+
     if end_whole > first_whole:
         rows = (end_whole - first_whole, *extents[1:])
         yield Region(
             region.file, offset + first_whole * stride, at + first_whole * step, rows, strides, steps, region.replica
         )
+
     for i in range(max(end_whole, min(first_whole, end_touched)), end_touched):
         yield from _clip(offset + i * stride, at + i * step, dim + 1, region, start, stop)
 

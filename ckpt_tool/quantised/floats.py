@@ -333,6 +333,7 @@ def states(tensors: Iterable[LogicalTensor], source: Tree) -> States:
     for tensor in tensors:
         if tensor.key.state in quant.STATES:
             by_name.setdefault(tensor.key.name, {})[tensor.key.state] = tensor
+
     recipes: list[Recipe] = []
     used: set[TensorKey] = set()
     for name, parts in by_name.items():
@@ -353,6 +354,7 @@ def states(tensors: Iterable[LogicalTensor], source: Tree) -> States:
             _check_scales(stored, scales)
             inputs = tuple(Input(part, source) for part in (stored, *scales))
             recipes.append(Moment(TensorKey(name, rule.made), stored.shape, inputs, f"dequantised {rule.stored}"))
+
     return States(tuple(recipes), frozenset(used))
 
 

@@ -119,9 +119,11 @@ def refuse_cut_blocks(target: Target, wanted: Wanted, chosen: Chosen, fmt: Forma
     together = held_together(wanted.tensors, chosen) if fmt.holds.own_layout else {}
     if not together:
         return
+
     names = [tensor.key.name if tensor.key.state == MODEL else "" for tensor in wanted.tensors]
     shapes = {tensor.key.name: tensor.shape for tensor in wanted.tensors if tensor.key.state == MODEL}
     faults: dict[str, None] = {}
+
     for file in target.files:
         cuts: dict[tuple[str, int], set[tuple[int, int]]] = {}
         for array in file.arrays:
@@ -137,6 +139,7 @@ def refuse_cut_blocks(target: Target, wanted: Wanted, chosen: Chosen, fmt: Forma
                     faults[names[array.tensor]] = None
                 cuts.setdefault((unit.lead, dim), set()).add((low // step, high // step))
         faults |= {lead: None for (lead, _), seen in cuts.items() if len(seen) > 1}
+
     if faults:
         first, *rest = faults
         raise UsageError(

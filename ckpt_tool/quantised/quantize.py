@@ -54,6 +54,7 @@ def quantize(chosen: Chosen, job: Conversion) -> Chosen:
     if writing.quantize is None:
         _refuse_options_alone(writing)
         return chosen
+
     refuse_names(chosen, job, OPTION)
     scheme = scheme_of(writing.quantize, model_config(chosen))
     rows = {row.tensor.key.name: row for row in chosen.stored if row.tensor.key.state == MODEL}
@@ -67,6 +68,7 @@ def quantize(chosen: Chosen, job: Conversion) -> Chosen:
             faults=[f"{number} stay: {why}" for why, number in Counter(stays.values()).most_common()],
             hint="matrices of layers under the hub's names are; --quantize-only PATTERN names others",
         )
+
     _refuse_stacked(chosen_names, scheme)
     dtypes = dtypes_of(writing)
     floats = {name: written_as(rows[name].tensor, dtypes, chosen.casts) for name in chosen_names}
@@ -77,6 +79,7 @@ def quantize(chosen: Chosen, job: Conversion) -> Chosen:
     check_found(parts_by_weight, config, OPTION)
     pairs = _recipes(chosen, [rows[name] for name in chosen_names], scheme, parts_by_weight, floats)
     recipes = [recipe for weight_recipes, _ in pairs for recipe in weight_recipes]
+
     converted = with_computed(
         replace(chosen, stored=_replace_weights(chosen.stored, parts_by_weight)),
         recipes,
@@ -89,6 +92,7 @@ def quantize(chosen: Chosen, job: Conversion) -> Chosen:
     if scheme.subclass:
         texts = {name: stated_of(scheme, rows[name].tensor.shape, floats[name]) for name in chosen_names}
         converted = replace(converted, hints=converted.all_hints.having(Subclasses(texts)))
+
     own_dtypes = {recipe.key: recipe.dtype for recipe in recipes}  # --dtype is for what stays
     tree: Any = converted.sources[-1].tree
     names = {name: tuple(tensor for tensor, _ in parts.values()) for name, parts in parts_by_weight.items()}

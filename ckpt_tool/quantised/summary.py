@@ -35,11 +35,13 @@ def summary(opened: Opened, reading: Reading, listed: Collection[str] | None) ->
     found = found_by(scheme, kinds)
     if scheme is None and not found.weights:
         return None
+
     listed_weights = [weight for weight in found.weights.values() if tensors.count(weight.lead)]
     parts = [name for weight in found.weights.values() for name in weight.parts.values()]
     parameters = sum(tensors.count(weight.lead) * prod(weight.shape) for weight in listed_weights)
     stored, nbytes = _sizes((weight.lead for weight in listed_weights), kinds, tensors)
     scales, scale_bytes = _sizes(parts, kinds, tensors)
+
     document: dict[str, Any] = {
         "scheme": scheme.scheme if scheme is not None else _scheme_of(kinds, found),
         "weights": sum(tensors.count(weight.lead) for weight in listed_weights),
@@ -54,6 +56,7 @@ def summary(opened: Opened, reading: Reading, listed: Collection[str] | None) ->
     if found.faults:
         all_found = found_by(scheme, tensors.like(fault.name for fault in found.faults))
         document["faults"] = [f"{fault.name}: {fault.what}" for fault in all_found.faults[:20]]
+
     document["more_parameters"] = parameters - stored - scales - _sizes(found.beside, kinds, tensors)[0]
     return document
 

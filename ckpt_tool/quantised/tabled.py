@@ -118,6 +118,7 @@ def make_tabled_recipe(weight: Quantised, key: TensorKey, of: Mapping[str, Input
         raise _fault(name, f"a weight of {list(shape)} is not {weight.shape[0]} codes")
     if ceil_div(prod(shape), block) != scales.numel:
         raise _fault(weight.parts["scale"], f"{scales.numel} scales for {prod(shape)} values in blocks of {block}")
+
     inputs = [of[weight.lead], of[weight.parts["scale"]], of[weight.parts["quant_map"]]]
     nested = (0, 0.0)
     if "nested_absmax" in weight.parts:
@@ -132,6 +133,7 @@ def make_tabled_recipe(weight: Quantised, key: TensorKey, of: Mapping[str, Input
             raise _fault(name, f"nested_offset is {offset}")
         inputs += [nested_absmax, of[weight.parts["nested_quant_map"]]]
         nested = nested_block, offset
+
     signed = name.endswith("fp4") and has_negative_zero(shape, block)
     text = f"dequantised bitsandbytes 4 {block} {signed} {nested} {shape}"
     return Tabled(key, shape, tuple(inputs), text, block, signed, nested)

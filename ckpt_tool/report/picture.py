@@ -133,6 +133,7 @@ def _columns(rows: Sequence[Tensor], sides: Sequence[PictureSide]) -> dict[str, 
             *(side.cuts[number] for side in sides),
         )
         texts.append(".".join([str(kinds[kind]), *_NUMBER.findall(name)]))
+
     return {
         "count": len(rows),
         "rows": " ".join(texts),
@@ -252,6 +253,7 @@ def _findings(document: Document, rows: Sequence[Tensor]) -> dict[str, Any]:
     nonfinite = document.get("nonfinite") or {}
     if not findings and not nonfinite:
         return {}
+
     numbers = {str(TensorKey(row.name, row.state)): number for number, row in enumerate(rows)}
     rows_listed = [
         [
@@ -267,6 +269,7 @@ def _findings(document: Document, rows: Sequence[Tensor]) -> dict[str, Any]:
         ]
         for finding in findings
     ]
+
     rows_listed += [
         [
             "",

@@ -112,6 +112,7 @@ def _case(case: Document) -> Iterator[Block]:
     for side, title in (("from", "layout before"), ("to", "layout after")):
         if case.get("layouts"):
             yield _picture(case["layouts"][side], f"{title}: {case[side]}")
+
     if case.get("notes"):
         yield Lines("notes", tuple(case["notes"]))
 
@@ -125,6 +126,7 @@ def _curve(case: Document) -> Iterator[Block]:
             ("resharded, resumed", tuple(row.get(f"resumed_{key}") for row in rows)),
         )
         yield Curves(title, steps, series, ((case["before"], "kill, reshard"),))
+
     columns = (
         Column("step", right=True),
         Column("loss", right=True),
@@ -133,6 +135,7 @@ def _curve(case: Document) -> Iterator[Block]:
         Column("resumed", right=True, drop=1),
         Column("same bits"),
     )
+
     yield PageTable(
         "the curve, uninterrupted and resumed",
         columns,

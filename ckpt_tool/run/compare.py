@@ -230,14 +230,17 @@ def differ(worst: Worst, at: int, a: Bytes, b: Bytes, kind: DType, other: DType,
         where = a != b
         worst.add(at, where, 0, 0.0)
         return
+
     if kind.coded or other.coded:  # bytes of which nobody knows the values
         items = len(a) // (kind.bits // 8)
         where = (a.reshape(items, -1) != b.reshape(items, -1)).any(axis=1) if len(a) == len(b) else np.ones(items, bool)
         worst.add(at, where, 0, 0.0)
         return
+
     x = a.view(numpy_type(kind))
     y = b.view(numpy_type(other))
     wide = np.complex128 if "C" in (kind.name[0], other.name[0]) else np.float64
+
     with np.errstate(invalid="ignore", over="ignore"):
         # signalling NaNs are no news
         u = x.astype(wide)
@@ -248,9 +251,11 @@ def differ(worst: Worst, at: int, a: Bytes, b: Bytes, kind: DType, other: DType,
             where = ~near
         else:
             where = (a.reshape(-1, kind.bits // 8) != b.reshape(-1, kind.bits // 8)).any(axis=1)
+
     if not where.any():
         worst.norms.add(norms_of(u, v))
         return
+
     worst.norms.add(norms_of(u, v))
     finite = gaps[where & np.isfinite(gaps)]
     gap = float(finite.max()) if finite.size else float("inf")

@@ -74,6 +74,7 @@ class LeafStream:
                 self.leaves += xxhash.xxh3_128_digest(data[leaf : leaf + LEAF])
             self._at += size
             return
+
         skip = max(0, self._at - at)
         position = at + skip
         view = data[skip : max(skip, self._stop - at)]
@@ -92,4 +93,5 @@ class LeafStream:
             if ends:
                 self.leaves += self._hash.digest()
                 self._hash = None
+
         self._at = max(self._at, position)

@@ -171,6 +171,7 @@ class Executor:
         self.threads = max(1, min(wanted, options.memory // per_thread))
         if movers is not None:
             self.threads = max(1, min(self.threads, movers.threads))
+
         self._movers = movers
         self._seal = seal
         self._replaced = replaced
@@ -180,6 +181,7 @@ class Executor:
         self._record_starts: dict[int, set[int]] = {}
         for record in plan.records:
             self._record_starts.setdefault(record.file, set()).add(record.offset)
+
         self._patch_starts = {
             number: frozenset(array.offset for array in arrays)
             for number, (file, arrays) in enumerate(zip(plan.outputs, plan.arrays, strict=True))
@@ -255,6 +257,7 @@ class Executor:
         staging.begin(len(self.units), total)
         if self.progress:
             self.progress.start(total, WRITING)
+
         waits = Waits(self.progress)
         done_shares = set[int]()
         with staging.claims(len(shares)) as claims:
@@ -283,6 +286,7 @@ class Executor:
                     return result
                 else:
                     waits.a_while("waiting for the worker that commits")
+
         return Result({}, {}, {}, committed=False)
 
     def _hash_on_the_way(self, staging: Staging, state: RunState, mine: Sequence[tuple[int, Unit]]) -> None:

@@ -61,6 +61,7 @@ class StoreExecutor(Executor):
             replaced=self._replaced,
         )
         state = RunState(in_order_of_files(self.plan, list(enumerate(self.units))))
+
         try:
             upload.begin([unit for _, unit in state.queue])
             if self.progress:
@@ -75,10 +76,12 @@ class StoreExecutor(Executor):
             raise
         finally:
             upload.close()
+
         if self.progress:
             self.progress.finish()
             if upload.spared:
                 self.progress.note(f"{upload.spared} bytes were sent by an earlier run and are as they should be")
+
         return result
 
     def _complete(self, upload: Upload, state: RunState) -> Result:
@@ -124,6 +127,7 @@ class StoreExecutor(Executor):
         upload.nearly = claims.ahead
         claims.moving = lambda: upload.gathered
         result = Result({}, {}, {}, committed=False)
+
         try:
             with claims:
                 if claims.first:
@@ -141,6 +145,7 @@ class StoreExecutor(Executor):
                 raise
         finally:
             upload.close()
+
         if not result.committed:
             upload.sweep()
             if claims.gone and not upload.committed():
@@ -150,6 +155,7 @@ class StoreExecutor(Executor):
                     path=records.shown,
                     hint="the worker that was to commit has given up, and said why; or someone has cleaned up",
                 )
+
         return result
 
     def _claim_shares(self, upload: ShareUpload, claims: StoreClaims) -> Result:
@@ -160,6 +166,7 @@ class StoreExecutor(Executor):
         moved = sum(unit.nbytes for unit in self.units) / max(1, sum(share.nbytes for share in upload.shares))
         if self.progress:
             self.progress.start(int(moved * sum(sizes.values())), WRITING)
+
         while True:
             taken = claims.take()
             if claims.gone:
@@ -177,6 +184,7 @@ class StoreExecutor(Executor):
             else:
                 what = "what other workers have claimed" if claims.left() else "the worker that commits"
                 waits.a_while(f"waiting for {what}", longest=_LONGEST)
+
         return Result({}, {}, {}, committed=False)
 
     def _send_share(self, upload: ShareUpload, taken: Taken) -> dict[str, Any]:

@@ -198,6 +198,7 @@ class Transposed:
         row = self._row
         room = len(self._panels[0])
         self._low = self._high = 0
+
         if row * item > room:
             low = start
             high = min(start + max(1, room // item), until)
@@ -207,6 +208,7 @@ class Transposed:
             rows = even_rows(last - first, room // (row * item), self._height, item)
             low = first * row
             high = min((first + rows) * row, self._numel)
+
         panel = self._panel = self._panels[0]
         copies = []
         for begin, end, region in self._regions:
@@ -217,11 +219,13 @@ class Transposed:
                 continue
             for part in clip(region, low, high):
                 self._gather(part, panel, low)
+
         for region in copies:
             other = self._panels[1]
             for part in clip(region, low, high):
                 self._gather(part, other, low)
                 self._compare(part, panel, other, low)
+
         self._low = low
         self._high = high
 

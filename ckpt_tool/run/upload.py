@@ -228,6 +228,7 @@ class Upload:
                         ChecksummedRange(low, high, crc32(memoryview(part.data)[low - part.start : high - part.start])),
                     )
                 )
+
         with self._lock:
             item.done.add(part.number)
             ready = [part] if not part.holes else []
@@ -240,6 +241,7 @@ class Upload:
                         ready += self._fill(item, Hole(offset, 4), crc)
             for each in ready:
                 del self._open[item.number, each.number]
+
         for each in ready:
             self._submit(each)
 
@@ -326,6 +328,7 @@ class Upload:
         for item in self.objects:
             if item not in hashed:
                 self._rest(item)
+
         self._drain()
         if hashed:
             for item in self.objects:
@@ -335,11 +338,13 @@ class Upload:
                 self._fill_hashes(item)
                 self._rest(item)
             self._drain()
+
         if self._force:
             self._clear()
         for item in sorted(self.objects, key=lambda item: (not item.valued, item.size)):
             if item.number != self.last:
                 self._complete(item)
+
         check(self)
         self._complete(self.objects[self.last])
         if self._force and self._replaced.files:
@@ -605,6 +610,7 @@ def most_open(
                         if takes(region.file, number):
                             first.setdefault((region.file, number), at)
                             final[region.file, number] = at
+
     for item in objects:
         for span, holes in item.spans.items():
             until = max((final.get((item.number, n), 0) for n in item.parts_of(span[0], sum(span))), default=0)
@@ -612,15 +618,18 @@ def most_open(
                 for number in item.parts_of(offset, offset + 4):
                     if (item.number, number) in final:
                         final[item.number, number] = max(final[item.number, number], until)
+
     change = defaultdict[int, int](int)
     for (file, number), at in first.items():
         low, high = objects[file].bounds(number)
         change[at] += high - low
         change[final[file, number] + 1] -= high - low
+
     most = now = 0
     for at in sorted(change):
         now += change[at]
         most = max(most, now)
+
     return most
 
 

@@ -179,6 +179,7 @@ def _compare_files(tree: Tree, claim: _Claim, have: _Have | None) -> Iterator[Ck
     parts = defaultdict[str, list[Digest]](list)
     for digest in claim.files.digests:
         parts[digest.path].append(digest)
+
     for path, digests in sorted(parts.items()):
         if path not in listing:
             yield Incomplete(
@@ -194,6 +195,7 @@ def _compare_files(tree: Tree, claim: _Claim, have: _Have | None) -> Iterator[Ck
                 path=tree.display(path),
                 hint="it was damaged or changed after it was written: get it again",
             )
+
     # What the listing does not show is there all the same: a folder of which nothing is signed is named as a whole.
     for path in (*listing, *tree.left_out):
         if path not in parts and path != claim.own and not claim.files.ignores(path):

@@ -182,27 +182,33 @@ def seal_of(writing: Writing, destination: Place, *, part: str = "") -> Seal | N
         return None
     if writing.plan_file or writing.emit:
         raise _no(writing, "a plan that is saved is sealed by who carries it out", "give it to ckpt apply")
+
     if isinstance(destination, RemotePlace):
         reason = "parts of objects are sent to a store in any order, and none is read again"
         raise _no(writing, reason, "write to a local folder, and upload that")
+
     if part or writing.ray:
         raise _no(
             writing,
             f"with {part or '--ray'} no process has seen all that is written",
             "run the plan whole; or sign what it has written: model_signing sign key OUT --private_key KEY",
         )
+
     key = private_key(writing.sign) if writing.sign else None
     if writing.sign:
         check_beside(writing.sign, "--sign", (), (str(destination),))
     inside = None
+
     if writing.attest:
         inside = _below(writing.attest, destination)
         if inside is not None and (reason := unfit(inside)):
             raise _no(writing, f"{inside} {reason}", "name another file")
+
     seal = Seal(destination, key, writing.attest, inside, writing)
     if writing.attest and inside is None:
         check_apart({"--sign": writing.sign, "--attest": writing.attest})
         seal._check_attest()
+
     return seal
 
 

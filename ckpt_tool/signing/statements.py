@@ -127,10 +127,12 @@ def _list_signed(statement: Any, path: str) -> ListedFile:
     predicate, (subject,) = statement["predicate"], statement["subject"]
     serialization = predicate["serialization"]
     resources = predicate["resources"]
+
     if serialization["method"] not in ("files", "shards"):
         raise _unread(
             path, f"files are hashed by the method {str(serialization['method'])[:40]!r}, want files or shards"
         )
+
     digests = []
     hasher = hashlib.sha256()
     for resource in resources:
@@ -146,6 +148,7 @@ def _list_signed(statement: Any, path: str) -> ListedFile:
             start = int(low)
             stop = int(high)
         digests.append(Digest(name, algorithm, resource["digest"].lower(), start, stop))
+
     if hasher.hexdigest() != subject["digest"]["sha256"]:
         raise _unread(path, "its digest of the whole model is not that of the files it names")
     return ListedFile(digests, (*map(str, serialization.get("ignore_paths", ())), SIGNATURE_FILE, *GIT))

@@ -100,6 +100,7 @@ class Judge:
     def _judge(self, step: RunStep, path: str) -> Judged:
         if {f"{name}{UNFINISHED}" for name in (step.name, os.path.splitext(step.name)[0])} & {*self.run.others}:
             return Judged(step, False, f"a marker {UNFINISHED} is next to it: it was not written to its end")
+
         try:
             parts = parts_of(path, self._reading)
             if not parts:
@@ -115,12 +116,14 @@ class Judge:
             sound = False if is_damage(e) else None
             place = f" ({e.where()})" if e.where() not in ("", path) else ""
             return Judged(step, sound, f"{e.message}{place}", (e.code,))
+
         if found:
             first = found[0]
             more = f"; {len(found) - 1} more" if len(found) > 1 else ""
             file = str(first["file"] or "").rpartition("/")[2]
             place = f" ({file})" if file and file not in first["message"] and file != step.name else ""
             return Judged(step, False, f"{first['message']}{place}{more}", tuple({f["code"]: None for f in found}))
+
         gone = self._lacking(step)
         return Judged(step, False, f"most other steps have {gone}, this one does not") if gone else Judged(step, True)
 

@@ -168,6 +168,7 @@ def _members(tree: Tree, file: str) -> dict[str, TarMember]:
     out: dict[str, TarMember] = {}
     size = tree.size(file)
     shown = tree.display(file)
+
     try:
         with tarfile.open(fileobj=_Headers(tree, file), mode="r:", errorlevel=2) as archive:
             for info in archive:
@@ -192,6 +193,7 @@ def _members(tree: Tree, file: str) -> dict[str, TarMember]:
             path=shown,
             hint="compare its size with the original, and fetch it again",
         ) from e
+
     return out
 
 

@@ -57,24 +57,29 @@ def _recognise(head: bytes) -> tuple[str, str] | None:
     inner = head[30 : 30 + int.from_bytes(head[26:28], "little")] if head.startswith(b"PK\x03\x04") else b""
     if inner.endswith(b".npy"):
         return NPZ, "save its arrays as safetensors"
+
     if head[257:262] == b"ustar":
         return (
             "a tar archive (a NeMo .nemo, or a torch file from before 0.1.10)",
             "pass a .nemo itself; unpack any other (tar -xf FILE -C FOLDER) and pass the weights",
         )
+
     for start, name, remedy in _STARTS:
         if head.startswith(start):
             return name, remedy
+
     text = head.lstrip(b"\xef\xbb\xbf \t\r\n")[:32].lower()
     if text.startswith((b"<!doctype html", b"<html", b"<head", b"<?xml")):
         return "an HTML or XML page", "the download gave an error page: log in or check the address, then get it again"
     if len(head) > 2 and head[0] == 0x80 and 2 <= head[1] <= 5 and head[2] in b"}]({(cX\x95\x8a\x8c":
         return "a bare pickle", "it is never executed; pass --from torch if it is a torch file"
+
     if len(head) > 4 and (0x81 <= head[0] <= 0x8F or head[0] in (0xDE, 0xDF)):
         key = head[1:] if head[0] < 0xDE else head[3:] if head[0] == 0xDE else head[5:]
         if key and 0xA1 <= key[0] <= 0xBF and key[1 : 1 + (key[0] & 31)].isascii():
             way = "flax.serialization.msgpack_restore reads it: save its arrays as safetensors"
             return "a MessagePack file (Flax?)", way
+
     if len(head) > 8 and head[0] == 8 and head[1] < 32 and head[2] == 0x12 and head[4 : 4 + min(head[3], 32)].isalnum():
         return "an ONNX model", "ONNX is an inference format that this tool does not read"
     if head[4:8] == b"TFL3":

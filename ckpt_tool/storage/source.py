@@ -113,6 +113,7 @@ class Tree:
         self._seen: dict[str, Identity] = {}
         self._local = threading.local()
         self._lock = threading.Lock()
+
         try:
             info = given.stat()
         except OSError as e:
@@ -121,6 +122,7 @@ class Tree:
                     f"{self.shown} does not exist", code="E0702", path=self.shown, hint="check the path"
                 ) from e
             raise wrap_os_error(e, self.shown, "opening") from e
+
         self.single: str | None = None
         if stat.S_ISDIR(info.st_mode):
             self.root = given.resolve()
@@ -131,6 +133,7 @@ class Tree:
             raise UnsafeInput(
                 f"{self.shown} is neither a file nor a folder", code="E0411", path=self.shown, hint="pass a checkpoint"
             )
+
         self._bounds = bounds or Bounds.of(self.root)
         self.odd_links = {}
         self.left_out = {}
@@ -194,6 +197,7 @@ class Tree:
             entries = sorted(os.scandir(self.root / prefix), key=lambda entry: entry.name)
         except OSError as e:
             raise wrap_os_error(e, self.display(prefix), "listing") from e
+
         for entry in entries:
             path = prefix + entry.name
             inner = os.path.join(real, entry.name)
@@ -239,6 +243,7 @@ class Tree:
             real = real_path(self.root / path)
         except OSError as e:
             raise wrap_os_error(e, self.display(path), "looking where it leads") from e
+
         odd = None if self._links else self._bounds.why_not(self.root / path)
         size: int | None = -1
         if odd is None:
@@ -259,6 +264,7 @@ class Tree:
                     odd = LEAVES  # a cache links files alone
                 else:
                     size = None
+
         if odd is not None:
             self.odd_links[path] = odd
         return size, real
@@ -447,10 +453,12 @@ class Tree:
         a lying length costs no memory."""
         if is_view(path):
             return self.views.read(path, offset, nbytes)
+
         fd = self.fd(path)
         size = stat_of(fd, self.display(path)).st_size
         if offset < 0 or nbytes < 0 or offset + nbytes > size:
             raise past_the_end(self.display(path), offset, nbytes, size)
+
         parts = []
         at = offset
         while nbytes:
@@ -478,6 +486,7 @@ class Tree:
             parts.append(part)
             nbytes -= len(part)
             at += len(part)
+
         data = parts[0] if len(parts) == 1 else b"".join(parts)
         self.count(len(data))
         return data

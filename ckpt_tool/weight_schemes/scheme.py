@@ -414,6 +414,7 @@ def _compressed(stated: Mapping[str, Any]) -> DeclaredScheme:
     )
     named = f"compressed-tensors ({', '.join(formats)})" if formats else "compressed-tensors"
     weights = [row["weights"] for row in rows if isinstance(row.get("weights"), dict)]
+
     bits = tuple(
         dict.fromkeys(
             each["num_bits"]
@@ -430,11 +431,13 @@ def _compressed(stated: Mapping[str, Any]) -> DeclaredScheme:
         why = f"its sparsity_config {sparse.get('format')}"
     if stated.get("transform_config"):
         why = "its transform_config: the weights are rotated, and floats of them alone are another model"
+
     lacking = [each for each in weights if each.get("strategy") == "block" and not _block_of_group(each)]
     if lacking:
         why = "its strategy of blocks, without a block_structure that says how large they are"
     elif groups and not weights and any(form in _LAYOUTS for form in formats):
         why = "its config_groups, of which none says how weights are stored"
+
     groups = tuple(_of_group(row, str(row.get("format") or stated.get("format") or "")) for row in rows)
     return DeclaredScheme(named, block, bits, why, declared=Declared(groups, is_stated=True))
 

@@ -225,6 +225,7 @@ def find(
     stated = tuple(block)
     roles = _roles_among(tensors)
     tables = {name.removesuffix(_ABSMAX) for name in tensors if name.endswith(_ABSMAX)}
+
     for name, kind in tensors.items():
         if name not in tables and kind.dtype.name not in DTYPES:
             continue
@@ -248,13 +249,16 @@ def find(
             taken.update(found.names)
         elif found is not None:
             wrong.append(found)
+
     faults = [fault for fault in wrong if fault.name not in taken]  # scales may be FP8 themselves
     beside = tuple(name for name in tensors if name.endswith(_ACTIVATIONS) and name not in taken)
     faults += _alone(tensors, {*taken, *beside, *(fault.name for fault in faults)})
+
     if check is not None:
         known = frozenset((*taken, *beside, *(fault.name for fault in faults)))
         weights, misfits = check(weights, tensors, known)
         faults += misfits
+
     return FoundWeights(weights, beside, tuple(faults))
 
 
@@ -333,6 +337,7 @@ def _plain(
         return _nibbles(name, name, kind, f"{name}_scale", tensors)
     if kind.dtype.name not in CODES:
         return None
+
     scale = f"{name}{_SCALES[0]}"
     if scale not in tensors:
         names = [f"{name}{_SCALES[1]}"]
@@ -347,10 +352,12 @@ def _plain(
         if there is None:
             return WeightFault(name, f"{kind.dtype.name} codes without a scale ({scale})", lacking=True)
         scale = there
+
     if kind.dtype.name == "F4" or (
         kind.dtype.name == "I8" and scale != f"{name}_scale" and _is_halved(kind, tensors[scale])
     ):
         return _nibbles(name, name, kind, scale, tensors)
+
     shape = _over(kind.shape)
     width = block_of(shape, tensors[scale].shape, block)
     if width is None:
@@ -377,8 +384,10 @@ def _packed(
             )
         shape = (*kind.shape[:-2], kind.shape[-2] * 32)
         return Quantised(made, TURNED, name, {"scale": scales}, shape, (1, 32), 4)
+
     if not name.endswith(PACKED) or kind.dtype.name not in ("I32", "U8"):
         return None
+
     made = name.removesuffix(PACKED)
     scale = f"{made}{SCALE}"
     if scale not in tensors:
@@ -529,11 +538,13 @@ def _subclass(name: str, weight: str, kind: TensorKind, tensors: Mapping[str, Te
         return WeightFault(name, f"codes without {named['scale']}", lacking=True)
     if weight in tensors:
         return WeightFault(name, f"codes next to {weight} itself", lacking=False)
+
     if subclass_part(weight, _PRE_SCALE) in tensors:
         what = (
             f"{subclass_part(weight, _PRE_SCALE)} scales what it is multiplied with, so floats of it are another weight"
         )
         return WeightFault(name, what, lacking=False)
+
     scales = tensors[parts["scale"]]
     halved = kind.dtype.name == "U8"
     shape = (*kind.shape[:-1], 2 * kind.shape[-1]) if halved and kind.shape else kind.shape
@@ -541,9 +552,11 @@ def _subclass(name: str, weight: str, kind: TensorKind, tensors: Mapping[str, Te
         return WeightFault(
             name, f"{kind.dtype.name} codes {list(kind.shape)} with {scales.dtype.name} scales", lacking=False
         )
+
     group = {"F8_E8M0": 32, "U8": 32, "F8_E4M3": 16}.get(scales.dtype.name)  # of MXTensor, of NVFP4Tensor
     order = ""
     block: tuple[int, int] | None
+
     if group and len(shape) == 2 and not shape[1] % group and scales.shape == tiled(shape[0], shape[1] // group):
         block = (1, group)
         order = TILED
@@ -552,6 +565,7 @@ def _subclass(name: str, weight: str, kind: TensorKind, tensors: Mapping[str, Te
         block = (1, group) if fits else None
     else:
         block = block_of(shape, scales.shape)
+
     zeros = tensors.get(parts.get("zero_point", ""), scales)
     if block is None or zeros.shape != scales.shape:
         return _misfit(parts["scale"], tensors, shape)

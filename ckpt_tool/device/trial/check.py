@@ -190,6 +190,7 @@ def box_transpose(device: Device, rng: np.random.Generator) -> tuple[int, str]:
         boxes.append(Turned(source_begin, to, item, (batch, rows, columns), (s0, s1), (t0, t2)))
         source_end = source_begin + batch * s0
         target_end = to + batch * t0
+
     source = rng.integers(0, 256, source_end, np.uint8)
     poison = np.full(target_end + 64, POISON, np.uint8)
     with device.upload(source) as read, device.upload(poison) as written:
@@ -199,6 +200,7 @@ def box_transpose(device: Device, rng: np.random.Generator) -> tuple[int, str]:
         packed = pack_turned(device_boxes)
         kernels.box_transpose(device, packed, blocks=int(rng.choice((0, 1, 3))))
         result = device.download(written.address, len(poison))
+
     return packed.nbytes, difference(result, moved([as_strided(box) for box in boxes], source, poison))
 
 
@@ -253,6 +255,7 @@ def box_dequantise(device: Device, rng: np.random.Generator) -> tuple[int, str]:
     powers = rng.integers(100, 140, (ceil_div(rows, high), ceil_div(columns, wide)), np.uint8)
     stored = _codes(rng, codes, rows * columns)
     numel = shape[1] * shape[2]
+
     with device.upload(stored) as read, device.upload(powers) as scaled, device.alloc(numel * item) as written:
         device.fill(written.address, POISON, numel * item)
         first_scale = powers.shape[1] * (top // high) + first_column // wide
@@ -264,6 +267,7 @@ def box_dequantise(device: Device, rng: np.random.Generator) -> tuple[int, str]:
         )
         kernels.box_dequantise(device, pack_codes([box], codes, target))
         result = device.download(written.address, numel * item)
+
     grown = np.repeat(np.repeat(np.ldexp(np.float32(1), powers.astype(np.int32) - 127), high, 0), wide, 1)[
         :rows, :columns
     ]
@@ -310,6 +314,7 @@ def box_quantise(device: Device, rng: np.random.Generator) -> tuple[int, str]:
     step = columns * scheme.bits // 8
     poison = np.full(expected.codes.nbytes + 64, POISON, np.uint8)
     around = np.full(expected.scales.nbytes + 64, POISON, np.uint8)
+
     with device.upload(stored) as read, device.upload(poison) as coded, device.upload(around) as scaled:
         box = FloatBox(
             read.address,
@@ -323,6 +328,7 @@ def box_quantise(device: Device, rng: np.random.Generator) -> tuple[int, str]:
         )
         bad = kernels.box_quantise(device, pack_floats([box], source, scheme))
         codes, scales = (device.download(memory.address, memory.nbytes) for memory in (coded, scaled))
+
     poison[: expected.codes.nbytes] = expected.codes
     around[: expected.scales.nbytes] = np.frombuffer(expected.scales.tobytes(), np.uint8)
     wrong = difference(codes, poison) or ((scale_fault := difference(scales, around)) and f"scales: {scale_fault}")
@@ -350,6 +356,7 @@ def quantise_by_cpu(
     if scheme.name == "nvfp4":
         size = nearest.largest(nearest.Values(values, source), columns, columns, of_all=True)
         tensor_scale = nearest.whole_of(size.reshape(1))
+
     codes = []
     scales = []
     for matrix in values.reshape(matrices, rows * columns):
@@ -363,6 +370,7 @@ def quantise_by_cpu(
             with np.errstate(over="ignore"):  # in the error figures, which nobody asks for here
                 codes.append(np.empty(len(band.line), np.uint8))
                 nearest.codes_of(band, nearest.ValuePlace(columns, 0, width), divisors, scheme, codes[-1])
+
     packed = nearest.pack_codes(np.concatenate(codes), scheme)
     return QuantisedCheck(
         packed,

@@ -101,6 +101,7 @@ def nest_config(config: Mapping[str, Any]) -> dict[str, Any]:
     text["num_key_value_heads"] = text["num_key_value_heads"] or text["num_attention_heads"]
     seen = config.get("vision_config") or {}
     vision = {key: seen.get(key, silent) for key, silent in _VISION.items()}
+
     vision |= {
         "model_type": "ernie4_5_vl_moe_vision",
         "rms_norm_eps": 1e-6,
@@ -108,6 +109,7 @@ def nest_config(config: Mapping[str, Any]) -> dict[str, Any]:
         "spatial_merge_size": config.get("spatial_conv_size", 2),
         "temporal_merge_size": config.get("temporal_conv_size", 2),
     }
+
     out = {
         "architectures": ["Ernie4_5_VLMoeForConditionalGeneration"],
         "model_type": "ernie4_5_vl_moe",
@@ -117,6 +119,7 @@ def nest_config(config: Mapping[str, Any]) -> dict[str, Any]:
     }
     if config.get("im_patch_id") is not None:
         out["image_token_id"] = config["im_patch_id"]
+
     dtype = config.get("dtype", config.get("torch_dtype"))
     return out if dtype is None else {**out, "dtype": dtype}
 
@@ -127,6 +130,7 @@ def flatten_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str
     seen = config.get("vision_config") or {}
     out: dict[str, Any] = {key: text[key] for key in _TEXT if text.get(key) is not None}
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", True))
+
     out |= {
         "architectures": ["Ernie4_5_VLMoeForConditionalGeneration"],
         "model_type": "ernie4_5_moe_vl",
@@ -137,6 +141,7 @@ def flatten_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str
     }
     if text.get("moe_num_experts") is not None:
         out["moe_num_experts"] = [text["moe_num_experts"]] * 2
+
     rope = text.get("rope_parameters") or {}
     out["rope_theta"] = rope.get("rope_theta", text.get("rope_theta", 500000.0))
     out["freq_allocation"] = (rope.get("mrope_section") or [22, 22, 20])[2]
@@ -160,6 +165,7 @@ def flatten_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str
     }
     if config.get("image_token_id") is not None:
         out["im_patch_id"] = config["image_token_id"]
+
     dtype = config.get("dtype", text.get("dtype"))
     return (out if dtype is None else {**out, "torch_dtype": dtype}), notes
 

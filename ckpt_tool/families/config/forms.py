@@ -177,6 +177,7 @@ def _rope_to(model: ConfigWords, out: Values) -> None:
     out["rotary_percent"] = float(rope["part"])
     if isinstance(rope.get("mrope_section"), list):
         out["mrope_section"] = rope["mrope_section"]
+
     if "latent" in model.facts.forms:
         _latent_rope_to(rope, model, out)
     elif rope["type"] == "llama3":
@@ -241,6 +242,7 @@ def _rope_back(args: Arguments, out: Values) -> None:
         out["partial_rotary_factor"] = percent
     if "rotary_dim" in args.facts.defaults and type(percent) is float and type(out.get("head_dim")) is int:
         out["rotary_dim"] = round(percent * out["head_dim"])
+
     scaling: Values | None = None
     if "latent" in args.facts.forms:
         factor = args.get("rotary_scaling_factor")
@@ -264,6 +266,7 @@ def _rope_back(args: Arguments, out: Values) -> None:
         scaling = {"rope_type": "default", "mrope_section": args.get("mrope_section")}
     elif args.get("rotary_seq_len_interpolation_factor"):
         scaling = {"rope_type": "linear", "factor": float(args.get("rotary_seq_len_interpolation_factor"))}
+
     if scaling:
         out["rope_scaling"] = scaling
     elif "rope_scaling" in args.facts.defaults:  # said in words, or the class takes its own

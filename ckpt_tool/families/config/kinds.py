@@ -114,17 +114,20 @@ def _mimo_v2_to(model: ConfigWords, out: Values) -> None:
     layers = min(model.count("num_hidden_layers") or 0, LAYERS)
     pattern = model.config.get("hybrid_layer_pattern")
     kinds = model.get("layer_types")
+
     if isinstance(pattern, list) and len(pattern) == layers:
         windowed = [int(bool(is_windowed)) for is_windowed in pattern]
     elif isinstance(kinds, list) and len(kinds) == layers:
         windowed = [int(kind == "sliding_attention") for kind in kinds]
     else:
         windowed = [int(i > 0 and (i + 1) % _EVERY != 0) for i in range(layers)]
+
     size = model.count("sliding_window_size") or (model.count("sliding_window") or 1) - 1
     out |= {"window_size": (max(size - 1, 0), 0), "window_attn_skip_freq": windowed}
     groups = model.count("num_key_value_heads") or 0
     out["swa_num_query_groups"] = model.count("swa_num_key_value_heads") or 2 * groups
     out["sliding_window_rope_base"] = _local_base(model)
+
     for key, target_name in (
         ("swa_num_attention_heads", "num_attention_heads"),
         ("swa_head_dim", "head_dim"),
@@ -134,6 +137,7 @@ def _mimo_v2_to(model: ConfigWords, out: Values) -> None:
             model.lost(
                 f"{key} {model.get(key)}: Megatron-Bridge's layer has {model.get(target_name)}, as in layers that see all"
             )
+
     model.lost(
         "windowed layers have key-value heads, a rope and sinks of their own, values are narrower than keys and scaled: "
         "Megatron-LM's arguments have none of that; Megatron-Bridge's model has"

@@ -164,6 +164,7 @@ def from_megatron(args: Mapping[str, Any], family: str | None = None) -> Transla
     known = [(each, facts) for each in families for facts in (*_plain(each), *language_classes(each))]
     best: tuple[tuple[int, int], Family, ModelClass, list[str], Translated] | None = None
     parts: list[str] = []  # of models that see or hear, all that fit: nothing in the arguments says with what
+
     # of those that fit alike the simplest, of those with experts the one whose own values most of the arguments are
     for home, facts in sorted(known, key=lambda row: (len(row[1].forms), row[1].part)):
         translated = _translated_back(args, facts)
@@ -173,11 +174,13 @@ def from_megatron(args: Mapping[str, Any], family: str | None = None) -> Transla
         rank = len(wrong), _strange(config, facts) if args.get("num_experts") else 0
         if best is None or rank < best[0]:
             best = rank, home, facts, wrong, Translated(config, translated.notes)
+
     if best is None or (best[3] and family is None):
         near = f"; the nearest, {best[2].model_type}, has {_some(best[3])}" if best else ""
         return Translated(
             _translated_back(args, _SIZES).config, (f"Megatron's arguments are those of no class that we know{near}",)
         )
+
     _, home, facts, wrong, translated = best
     if facts.part and len(parts) > 1 and family is None:
         note = (
@@ -185,6 +188,7 @@ def from_megatron(args: Mapping[str, Any], family: str | None = None) -> Transla
             "--family NAME"
         )
         return Translated(_translated_back(args, _SIZES).config, (note,))
+
     if facts.part:
         translated = _as_a_part(home, translated)
     lines = (f"{facts.model_type}: Megatron's arguments say {line}" for line in wrong)
@@ -253,6 +257,7 @@ def _decisive(args: Mapping[str, Any]) -> Values:
         names += FALCON_H1_ARGUMENTS
     if facts.get("experimental_attention_variant") == "gated_delta_net":
         names += list(DELTA_ARGUMENTS)
+
     hybrid, ahead = hybrid_pattern(facts)
     names += list(MAMBA_ARGUMENTS) if hybrid else []
     names += ["v_head_dim"] if facts.get("swa_num_query_groups") else []
@@ -265,6 +270,7 @@ def _decisive(args: Mapping[str, Any]) -> Values:
     out["normalization"] = str(out["normalization"]).lower()
     if out["dsa_indexer_topk"] is None:  # core 0.19 states 1 and 0 for models without an indexer
         out |= dict.fromkeys(("dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"))
+
     if latent:
         del out["kv_channels"]
         out["rope_type"] = "rope" if out["rope_type"] == "rope" or out["rotary_scaling_factor"] == 1.0 else "yarn"
@@ -280,6 +286,7 @@ def _decisive(args: Mapping[str, Any]) -> Values:
                 del out[name]
     elif out["kv_channels"] is None and heads and type(out["hidden_size"]) is int:
         out["kv_channels"] = out["hidden_size"] // heads
+
     if experts:
         out["moe_layer_freq"] = sparse_pattern(out["moe_layer_freq"], layers)
         if out["moe_ffn_hidden_size"] is None:
@@ -292,11 +299,13 @@ def _decisive(args: Mapping[str, Any]) -> Values:
             out |= {"moe_router_num_groups": None, "moe_router_group_topk": None}
         if out["moe_router_topk_scaling_factor"] == 1.0:
             out["moe_router_topk_scaling_factor"] = None
+
     if isinstance(out["window_size"], list | tuple) and out["window_size"]:
         out["window_size"] = list(out["window_size"])
         out["window_attn_skip_freq"] = window_pattern(out["window_attn_skip_freq"], layers)
     else:
         out["window_attn_skip_freq"] = None
+
     out["no_rope_freq"] = no_rope_pattern(out["no_rope_freq"], layers)
     if "linear_attention_freq" in out:
         out["linear_attention_freq"] = linear_pattern(out["linear_attention_freq"], layers)
@@ -331,26 +340,31 @@ def contradictions(config: Mapping[str, Any]) -> Iterator[str]:
         sound_count = all(type(each) is int and each >= (key != "num_hidden_layers") for each in several)
         if config_key in config and value is not None and not sound_count:
             yield f"{config_key} is {value!r}"
+
     for key, value in config.items():
         of_each = isinstance(value, list) and all(type(each) is int for each in value)  # text and vision, in ERNIE's
         if key not in counted and not of_each and not fits(key, value, types):
             yield f"{key} is {value!r}"
+
     heads, groups, hidden = (model.count(key) for key in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
     latent = model.get("kv_lora_rank")  # every head makes its keys of it, whatever the config says
     if heads and groups and heads % groups and not latent:
         yield f"{heads} attention heads do not divide over {groups} key-value heads"
     if heads and hidden and hidden % heads and not model.get("head_dim") and not latent:
         yield f"a hidden size of {hidden} does not divide over {heads} attention heads, and there is no head_dim"
+
     experts = model.count("num_experts")
     top = model.count("num_experts_per_tok")
     if experts and top and top > experts and model.key("num_experts") in config:
         yield f"{top} experts a token of {experts} experts"
+
     parts = model.count("n_group")
     best = model.count("topk_group")
     if "n_group" in config and experts and parts and experts % parts:
         yield f"{experts} experts do not divide over n_group {parts}"
     if "topk_group" in config and parts and best and best > parts:
         yield f"topk_group {best} of n_group {parts}"
+
     layers = model.count("num_hidden_layers")
     kinds = config.get("layer_types")
     if layers is not None and isinstance(kinds, list) and len(kinds) != layers:

@@ -200,10 +200,12 @@ def _refuse(config: Mapping[str, Any], path: str, *, lenient: bool) -> None:
     kind = config.get("peft_type")
     if kind != "LORA":
         faults.append(f"peft_type {kind}: only LoRA and its kin (rsLoRA, DoRA) are sums with the base")
+
     faults += [f"{name}: {why}" for name, why in _VARIANTS.items() if config.get(name)]
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_OWN_BASE):
         faults.append(f"init_lora_weights {start}: it was trained on a base that this initialisation changed")
+
     odd = [
         name
         for name in config
@@ -215,6 +217,7 @@ def _refuse(config: Mapping[str, Any], path: str, *, lenient: bool) -> None:
         faults += [f"{name}: a setting that this build does not know" for name in odd]
     if config.get("lora_alpha") == 0 and not config.get("alpha_pattern") and not lenient:
         faults.append("lora_alpha 0: nothing of it would be folded; verl's merger writes 0 where it knows no alpha")
+
     if faults:
         raise _cannot_be_folded(
             faults,

@@ -149,19 +149,23 @@ class PieceLocations:
         dims, (corners, table) = len(shape), self._of.get((len(shape), self._number(fqn)), (None, None))
         if boxes is None or corners is None or table is None:
             return None
+
         order = _ordered(corners)
         ascending = corners[order]
         if len(order) > 1 and (not dims or (ascending[1:] == ascending[:-1]).all(axis=1).any()):
             raise Irregular
+
         offsets, extents = boxes
         limits = np.array(shape, np.int64)
         if (offsets > limits - extents).any():
             return None
+
         if 0 not in shape:
             there = (extents != 0).all(axis=1)  # not of a rank whose shard is empty
             if not there.all():
                 offsets = offsets[there]
                 extents = extents[there]
+
         if _same_rows(offsets, corners):
             offsets = corners  # kept once
         else:
@@ -171,6 +175,7 @@ class PieceLocations:
             found = np.empty(len(mine), np.int64)
             found[mine] = order
             table = table[found]
+
         return Pieces(offsets, _kept_once(extents), table, self.paths)
 
 

@@ -298,6 +298,7 @@ class DcpItems:
             if found is not None:
                 self._window.met.zip(piece.file, piece.at, piece.length)
                 return found
+
         zip_, pickled = self._open(piece.file, piece.at, piece.length, tensor.fqn)
         ref = pickled.value
         parts = coded(ref) if self._every else None
@@ -307,6 +308,7 @@ class DcpItems:
             arrays = {name: zip_.array(part) for name, part in parts.items()}
             self.coded.setdefault(tensor.fqn, {})[number] = arrays
             return arrays[CODES]
+
         if not isinstance(ref, TensorRef):
             if self._every and pickles.foreign(ref):
                 line = f"{pickles.held_by(ref.name)} (item {tensor.fqn} of {self.tree.display(piece.file)})"
@@ -315,17 +317,21 @@ class DcpItems:
             pickles.refuse_unsafe(pickled, self.tree.display(piece.file))
             pickles.refuse_weight_bearing(ref, self.tree.display(piece.file))
             raise self._mismatch(tensor, piece, f"the item holds {type(ref).__name__}, want a plain tensor")
+
         if ref.shape != piece.shape or ref.dtype != tensor.dtype:
             raise self._mismatch(tensor, piece, f"the item holds {ref.dtype.name} {list(ref.shape)}")
+
         try:
             array = zip_.array(ref)
         except CkptError as e:
             e.key = e.key or tensor.fqn
             raise
+
         if twin is None and not pickled.unsafe:
             self._seen[kind] = self._seen.get(kind, 0) + 1
             if self._seen[kind] == 2:
                 self._twins[kind] = twin_of(zip_, array)
+
         return array
 
     def _mismatch(self, tensor: DcpTensorEntry, piece: DcpPiece, found: str) -> InconsistentCheckpoint:
@@ -442,6 +448,7 @@ def twin_of(opened: TorchZip, array: StoredArray) -> Twin | None:
     label = records.get(_ID)
     if storage is None or label is None or not storage.nbytes or array.offset != storage.offset:
         return None
+
     stop = storage.offset + storage.nbytes
     start = opened.start
     length = opened.length
@@ -450,9 +457,11 @@ def twin_of(opened: TorchZip, array: StoredArray) -> Twin | None:
     holes = _holes(opened.root, "data/0", storage, end, stop), _holes(opened.root, _ID, label, end, stop)
     if holes[0] is None or holes[1] is None or header > storage.offset:
         return None
+
     behind = _header_end(opened, header)
     if behind < 0:
         return None
+
     head = opened.tree.read(opened.path, start, behind - start)
     skipped = sorted([*((at, 4) for pair in holes if pair for at in pair), (label.offset - stop, label.nbytes)])
     fixed = []
@@ -460,6 +469,7 @@ def twin_of(opened: TorchZip, array: StoredArray) -> Twin | None:
     for at, nbytes in skipped:
         fixed.append((done, end[done:at]))
         done = at + nbytes
+
     fixed.append((done, end[done:]))
     if any(offset < 0 for offset, _ in skipped):
         return None

@@ -226,6 +226,7 @@ class _DcpMetadataReading:
         paths = self.paths(value.state.get("planner_data") if value.state else None, states)
         self.reformed(value.state.get("mcore_data") if value.state else None)
         missing: list[str] = []
+
         for fqn in self.order(states, paths):
             entry = states[fqn]
             path = paths.get(fqn, (fqn,))
@@ -244,6 +245,7 @@ class _DcpMetadataReading:
                     key=fqn,
                     hint="the metadata is damaged: get the checkpoint again",
                 )
+
         if self.faults:
             raise InconsistentCheckpoint(
                 self.faults[0],
@@ -252,6 +254,7 @@ class _DcpMetadataReading:
                 faults=self.faults[1:SHOWN],
                 hint="the metadata contradicts itself: this save can't be trusted",
             )
+
         if missing:
             fault = Incomplete(
                 f"{len(missing)} boxes have no item in any file; the first: {missing[0]}",
@@ -317,6 +320,7 @@ class _DcpMetadataReading:
                 self.places.row(fqn, _size(corner, fqn), file, (safe, at, length))
             else:
                 out[fqn][None if corner is None else _size(corner, fqn)] = (safe, at, length)
+
         storage.clear()
         if self.places is not None:
             self.places.finished()
@@ -345,12 +349,14 @@ class _DcpMetadataReading:
         if planner is None:
             self.listing.planner = False
             return {}
+
         if not isinstance(planner, dict):
             raise CorruptFile(
                 f"planner_data is {_what(planner)}, want a dict of paths",
                 code=PLANNER,
                 hint="written by another planner than torch's: convert it with the software that wrote it",
             )
+
         out: dict[str, Path] = {}
         for fqn, path in planner.items():
             if fqn not in states:
@@ -366,6 +372,7 @@ class _DcpMetadataReading:
                     hint="the metadata is damaged: get the checkpoint again",
                 )
             out[fqn] = tuple(path)
+
         return out
 
     def object(self, entry: ObjectEntry) -> None:
@@ -379,19 +386,23 @@ class _DcpMetadataReading:
         shape = _size(entry.get("size"), fqn)
         dtype = self.dtype(entry.get("properties", PickledRecord), fqn)
         chunks = entry.get("chunks", list)
+
         if self.places is not None:
             columns = self.places.pieces(fqn, shape, self.columns(chunks, fqn, len(shape)))
             if columns is not None:
                 self.merge(fqn, path, dtype, shape, columns)
                 return
             items = self.places.of(fqn)  # an item of a tensor has an offset, so all are there
+
         pieces: dict[tuple[Any, Any], DcpPiece] = {}
         numel = prod(shape)
         dims = len(shape)
         known: tuple[int, ...] | None = None
+
         # of the last extent: its elements, and how far its box may begin
         count = 0
         room = shape
+
         for offset, extent in self.boxes(chunks, fqn):
             if extent != known:
                 known = extent
@@ -409,6 +420,7 @@ class _DcpMetadataReading:
                 missing.append(f"{fqn} at {list(offset)}")
                 continue
             pieces[offset, known] = DcpPiece(offset, known, *where)
+
         self.merge(fqn, path, dtype, shape, list(pieces.values()))
 
     def columns(self, chunks: Iterable[Any], fqn: str, dims: int) -> Any:
@@ -583,22 +595,26 @@ def pickled(
     name = memo.name
     every = [entry.written() if isinstance(entry, DcpTensorEntry) else entry for entry in entries]
     out = [b"\x80\x04" + name(_META, "Metadata") + _NEW + _EMPTY + text("state_dict_metadata") + _EMPTY]
+
     for entry in every:
         out.append(text(entry.fqn))
         if isinstance(entry, WrittenTensor):
             memo.tensor(entry, out)
         else:
             out.append(name(_META, "BytesStorageMetadata") + _NEW)
+
     out.append(b"u" + text("planner_data") + (_EMPTY if nested else b"N"))
     for entry in every if nested else ():
         steps = (text(step) if isinstance(step, str) else _integer(step) for step in entry.path)
         out.append(text(entry.fqn) + b"(" + b"".join(steps) + b"t")
+
     out.append((b"u" if nested else b"") + text("storage_data") + _EMPTY)
     for entry in every:
         if isinstance(entry, ObjectEntry):
             memo.whole(entry, folder, out)
         else:
             memo.items(entry, folder, out)
+
     out.append(b"u" + text("storage_meta") + name(_META, "StorageMeta") + _NEW + _EMPTY)
     out += [text(field_) + b"N" for field_ in ("checkpoint_id", "save_id", "load_id")]
     out.append(text("modules") + b"]" + _BUILD + text("version") + text(VERSION) + _BUILD + b".")

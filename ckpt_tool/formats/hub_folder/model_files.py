@@ -132,15 +132,19 @@ def choose(listing: Iterable[str], *, prefer: str | None = None) -> FileSet | No
         indexes = []
     if not prefer and "model" + SUFFIX in whole and "model" + INDEX_SUFFIX not in indexes:
         indexes = []  # transformers opens it, whatever else has an index
+
     if indexes or whole:
         chosen = _indexed(indexes, prefer) if indexes else _whole_files(whole, prefer)
         message = f"{DCP_FOLDER} holds the per-rank shards that the whole files were made of: not read"
         return replace(chosen, notes=(*chosen.notes, Note(DCP_NOTE, message, DCP_FOLDER))) if below else chosen
+
     if dcp:
         return FileSet("ranks", f"{len(dcp)} per-rank files shard-*-model-*{SUFFIX}", tuple(dcp))
+
     if below:
         note = Note(DCP_NOTE, f"read from {DCP_FOLDER}: the whole files were never written", DCP_FOLDER)
         return FileSet("ranks", f"{len(below)} per-rank files in {DCP_FOLDER}", tuple(below), notes=(note,))
+
     if ADAPTER in names and not {"adapter_config.json", "lora_config.json"} & set(names):
         return FileSet("one", f"{ADAPTER} without its config", (ADAPTER,))
     return None
@@ -201,6 +205,7 @@ def _whole_files(weights: list[str], prefer: str | None) -> FileSet:
         found = _NUMBERED.fullmatch(name)
         if found:
             stems.setdefault(found[1], []).append(name)
+
     # transformers opens model.safetensors, whatever stands next to it: a variant's shards, another library's model.
     hub_file_first = STEM + SUFFIX in weights and STEM not in stems
     if stems and not hub_file_first and (STEM in stems or len(stems) == 1):
@@ -222,6 +227,7 @@ def _whole_files(weights: list[str], prefer: str | None) -> FileSet:
         files = weights
         kind = "union"
         why = f"{len(weights)} safetensors files without an index"
+
     return FileSet(kind, why, tuple(files))
 
 
@@ -321,6 +327,7 @@ def _check_numbers(label: str, found: list[tuple[int, int]], path: str) -> None:
             path=path,
             hint="remove the files of the older save",
         )
+
     absent = total - len(have)
     if absent:
         shown = islice((n for n in range(first, first + total) if n not in have), SHOWN)

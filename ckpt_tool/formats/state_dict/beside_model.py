@@ -113,12 +113,14 @@ def joined(shown: str, catalog: Catalog, name: str, content: TorchContent, ways:
         why = unnamed
     else:
         return _unread(catalog, name, why)
+
     states: dict[TensorKey, LogicalTensor] = {}
     for key, (path, array) in zip(named.keys[len(order) :], content.leaves, strict=True):
         is_rate = key.state == EXTRAS and path[:1] == ("param_groups",)  # an lr that is a tensor, as torchao's have
         if key.name not in shapes and not is_rate:
             return _unread(catalog, name, f"it has states of {key.name}, which the model does not have")
         states[key] = simple_tensor(key, array, (_ROOT, *path))
+
     states, unread = set_apart(states)
     roots = named.roots
     if walked is not None:
@@ -127,6 +129,7 @@ def joined(shown: str, catalog: Catalog, name: str, content: TorchContent, ways:
         states = {tensor.key: tensor._replace(path=()) for tensor in moved} | rates
         beside = {**beside, "param_groups": _by_name(beside.get("param_groups"), roots.ids.get((_ROOT,), {}), names)}
         roots = replace(roots, ids={})
+
     return replace(
         catalog,
         tensors={**catalog.tensors, **states},

@@ -30,10 +30,12 @@ def joined(pieces: Sequence[Piece], shape: tuple[int, ...], fqn: str) -> dict[st
     Raises InputError E1379 where the pieces have no parts in common, or scales that are no line."""
     if len({tuple(parts) for _, parts in pieces}) > 1:
         raise _mixed("some of its pieces are kept as codes and others not", fqn)
+
     row = prod(shape[1:])
     steps = {box.numel // parts[SCALE].shape[0] for box, parts in pieces if CODES in parts}
     if not all(CODES in parts for _, parts in pieces) or len(steps) > 1:
         raise _mixed("its pieces are kept as codes of other blocks", fqn)
+
     (step,) = steps
     made: dict[str, list[Chunk]] = {}
     for box, parts in pieces:
@@ -46,12 +48,14 @@ def joined(pieces: Sequence[Piece], shape: tuple[int, ...], fqn: str) -> dict[st
         boxes = {CODES: offset, SCALE: (start // step,), QMAP: (0,)}
         for name, array in parts.items():
             made.setdefault(name, []).append(Chunk(Box(boxes[name], array.shape), array, whole(array.shape)))
+
     out = {}
     for name, chunks in made.items():
         own = chunks[0].array.shape
         if name != QMAP:
             own = (sum(chunk.box.shape[0] for chunk in chunks), *own[1:])
         out[name] = LogicalTensor(TensorKey(""), own, chunks[0].array.dtype, mark_replicas(chunks))
+
     return out
 
 

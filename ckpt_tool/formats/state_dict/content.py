@@ -51,6 +51,7 @@ def read_content(tree: Tree, name: str, *, dtensors: bool = False) -> TorchConte
     head = tree.head(name, 512)
     if is_tar(head):
         refuse_tar(shown)
+
     opened: TorchZip | TorchStream
     if is_stream(head):
         opened = TorchStream.open(tree, name)
@@ -58,6 +59,7 @@ def read_content(tree: Tree, name: str, *, dtensors: bool = False) -> TorchConte
     else:
         opened = TorchZip.open(tree, name)
         pickled = opened.pickled()
+
     unsafe = [f"{use} at {shown}, opcode {use.position}" for use in pickled.unsafe]
     value = pickled.value
     parted = part(value if isinstance(value, dict) else {"value": value})
@@ -65,6 +67,7 @@ def read_content(tree: Tree, name: str, *, dtensors: bool = False) -> TorchConte
     unsafe += lines
     leaves = []
     wrapped = {}
+
     for path, ref in parted.leaves:
         if not isinstance(ref, WrapperRef):
             leaves.append((path, opened.array(ref)))
@@ -82,10 +85,12 @@ def read_content(tree: Tree, name: str, *, dtensors: bool = False) -> TorchConte
                 key=dotted(path)[:200],
                 hint="save with torch.distributed.checkpoint",
             )
+
     for one in reversed(hidden):
         leaves.insert(one.at, (one.path, one.array(name)))
     if hidden:
         leaves = with_shapes(leaves, wrapped)
+
     extras = {} if parted.extras in ({"value": SLOT}, SLOT) else parted.extras
     unsafe += [f"{line} ({shown})" for line in parted.hanging]
     return TorchContent(

@@ -134,6 +134,7 @@ def _by_layout(
         else ()
     )
     axes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+
     if isinstance(layout, PickledRecord):
         if "axes" in layout:
             parts = [(axis.get("shape"), axis.get("stride")) for axis in layout.get("axes", (list, tuple))]
@@ -142,18 +143,22 @@ def _by_layout(
             stride = _line(layout.get("stride"))
             parts = list(zip(shape, stride, strict=False)) if len(shape) == len(stride) else []
         axes = [(_ints(shape), _ints(stride)) for shape, stride in parts]
+
     if (
         not axes
         or prod(n or 1 for shape, _ in axes for n in shape) > RANKS_LIMIT
         or any(len(a) != len(b) for a, b in axes)
     ):
         raise _unplaced("its mesh has no layout that is known here")
+
     at = [0]
     for shape, stride in axes:
         for n, step in zip(shape, stride, strict=True):
             at = [base + i * step for base in at for i in range(n)]
+
     if not at or max(at) >= len(flat) or len(flat) > RANKS_LIMIT or not all(type(r) is int for r in flat):
         raise _unplaced("its mesh's layout leaves its list of ranks")
+
     taken: set[int] = set()
     for base in range(len(flat) - max(at)):  # the slices: the layout moved to each place that none has yet
         if base in taken:
@@ -162,6 +167,7 @@ def _by_layout(
         if rank in ranks or len(at) == len(flat):
             return tuple(prod(shape) for shape, _ in axes), ranks
         taken.update(base + i for i in at)
+
     raise _unplaced(f"rank {rank} is not in its mesh, of ranks {list(flat)[:20]}")
 
 
@@ -245,9 +251,11 @@ def boxes(
             lines[cut.dim] = _share(lines[cut.dim], placed.mesh.shape[m], at[m], factor)
         if prod(map(len, lines)) > BOXES_LIMIT:
             raise _unplaced(f"its split factors cut it into more than {BOXES_LIMIT} pieces")
+
     local = tuple(sum(n for _, n in runs) for runs in lines)
     if 0 in local:
         return local, []
+
     starts = []
     for runs in lines:
         begin = 0
@@ -256,6 +264,7 @@ def boxes(
             here.append((start, begin, n))
             begin += n
         starts.append(here)
+
     return local, [
         (
             Box(tuple(s for s, _, _ in runs), tuple(n for _, _, n in runs)),

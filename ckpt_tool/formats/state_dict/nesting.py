@@ -55,6 +55,7 @@ def nest(wanted: Wanted, places: Sequence[Any], *, whole_numbers: bool) -> Neste
     known = wanted.hints.get(Roots)
     if known is not None and known.ids and not whole_numbers:
         wanted, extras, known = _with_names_for_numbers(wanted, extras, known)
+
     attempts: list[tuple[Roots, bool]] = [(Roots(), False)] if known is None else [(known, True), (Roots(), False)]
     for roots, kept in attempts:
         here = _without_removed(extras, wanted, roots)
@@ -71,10 +72,12 @@ def nest(wanted: Wanted, places: Sequence[Any], *, whole_numbers: bool) -> Neste
             key=str(wrong),
             hint="rename it, leave it out with --remove-keys, or write --to sharded",
         )
+
     if known is not None and not kept:
         notes.append(
             "laid out as get_state_dict does: at their old paths, the tensors that are left would be ambiguous"
         )
+
     notes += [f"{dotted(path)}: param_names were added, order and shape do not name its parameters" for path in named]
     tree = join(here, zip(paths, places, strict=True))
     for path, attributes in ordered(wanted.hints) if kept else ():

@@ -124,9 +124,11 @@ def _unique(groups: list[list[tuple[int, ...] | None]], model: list[Candidate]) 
     need = sum(map(len, groups))
     if need > len(model):
         return f"it numbers {need} parameters, the model has {len(model)} tensors that may be meant"
+
     start = (0,) * len(groups)
     layers: list[dict[tuple[int, ...], _Cell]] = [{start: _Cell(1, -1, start)}]
     cells = 0
+
     for index, item in enumerate(model):
         left = len(model) - index - 1
         after: dict[tuple[int, ...], _Cell] = {}
@@ -140,18 +142,21 @@ def _unique(groups: list[list[tuple[int, ...] | None]], model: list[Candidate]) 
         cells += len(after)
         if cells > STATE_LIMIT:
             return "its groups interleave in too many ways to try"
+
     at = tuple(map(len, groups))
     end = layers[-1].get(at)
     if end is None:
         return "no assignment in order fits the shapes"
     if end.ways > 1:
         return "more than one assignment fits the shapes"
+
     names: list[list[str]] = [[] for _ in groups]
     for index in range(len(model), 0, -1):
         cell = layers[index][at]
         if cell.group >= 0:
             names[cell.group].append(model[index - 1].name)
         at = cell.before
+
     return [part[::-1] for part in names]
 
 

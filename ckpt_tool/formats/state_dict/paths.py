@@ -198,11 +198,14 @@ class _Naming:
                 groups.setdefault((path[:-1], last[: at.start()]), []).append((i, last[at.end() :]))
             else:
                 others.append(dotted(path))
+
         if not groups:
             return
+
         if self.root is not None:
             skip = len(dotted(self.root)) + 1
             others = [dotted(leaf.path)[skip:] for leaf in self.leaves if leaf.path[: len(self.root)] == self.root]
+
         for (root, prefix), members in groups.items():
             entries: list[tuple[int, Any, str]] = []
             for i, spelled in members:
@@ -366,10 +369,12 @@ class _Naming:
                     self._extra(i)
             self._refuse_parts([i for i in rest if self.leaves[i].path[: len(self.root)] == self.root], is_flat=False)
             return
+
         self.found.setdefault("model", ())
         bare = any(len(self.leaves[i].path) == 1 and "." in str(self.leaves[i].path[0]) for i in rest)
         training = bool(self.optimizers) or bool(self.extras)
         named = []
+
         for i in rest:
             path = self.leaves[i].path
             shape = self.leaves[i].shape
@@ -387,12 +392,14 @@ class _Naming:
             else:
                 self.keys[i] = TensorKey(clean(dotted(path).removeprefix(self.prefix)))
                 named.append(path)
+
         if self.prefix:
             self.note(
                 "N-model-prefix",
                 f"the optimizer's names show that the model's keys begin with {self.prefix!r}: taken off",
             )
             self.found["model"] = (self.prefix.removesuffix("."),)
+
         if bare:
             self._refuse_parts([i for i in rest if not self._is_of_a_trainer(self.leaves[i].path)], is_flat=True)
         if not bare and any(len(path) > 1 for path in named):
@@ -476,6 +483,7 @@ class _Naming:
         places: dict[str, int] = {}
         out: list[TensorKey] = []
         wrapped = []
+
         for number, (leaf, key) in enumerate(zip(self.leaves, self.keys, strict=True)):
             given = key or TensorKey(dotted(leaf.path), EXTRAS)
             if given in seen:
@@ -496,6 +504,7 @@ class _Naming:
             self._refuse_joined(number, out, places)
             if any(isinstance(step, str) and clean(step) != step for step in leaf.path):
                 wrapped.append(dotted(leaf.path))
+
         if wrapped:
             self.note("N-wrapper-names", f"wrapper parts were taken out of {len(wrapped)} names, such as {wrapped[0]}")
         return out

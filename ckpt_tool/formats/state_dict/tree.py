@@ -91,20 +91,25 @@ def _part(value: Any, path: Path, out: Parted) -> Any:
             place=dotted(path[:8])[:200] + "...",
             hint="the file is damaged or malicious: no trainer writes such a state",
         )
+
     if isinstance(value, WrapperRef) and type(value.local) is Opaque and holds_tensor(value.local):
         out.held.append(TensorHolder(path, value.local, len(out.leaves), value))
         return SLOT
+
     if isinstance(value, _TENSORS):
         out.leaves.append((path, value))
         return SLOT
+
     parts = coded(value)
     if parts is not None:
         out.leaves += [(part_path(path, name), ref) for name, ref in parts.items()]
         return SLOT
+
     weight = coded_weight(value)
     if weight is not None and path:
         out.leaves += [((*path[:-1], subclass_part(str(path[-1]), role)), ref) for role, ref in weight.items()]
         return SLOT
+
     if isinstance(value, dict):
         attributes = getattr(value, "attributes", None)
         if attributes and not holds_tensor(attributes):
@@ -119,16 +124,19 @@ def _part(value: Any, path: Path, out: Parted) -> Any:
             if left is not SLOT and left is not _GONE:
                 kept[_key(key)] = left
         return kept if kept or not value else _GONE
+
     if isinstance(value, list | tuple):
         items = [_part(item, (*path, i), out) for i, item in enumerate(value)]
         filled = [SLOT if item is _GONE else item for item in items]
         return tuple(filled) if isinstance(value, tuple) else filled
+
     if isinstance(value, PickledRecord | set | frozenset) and holds_tensor(value):
         name = getattr(value, "name", type(value).__name__)
         out.hanging.append(f"a tensor is held by a {name}, which is not understood, at {dotted(path)}")
     elif type(value) is Opaque and (value.name == pickles.ITSELF or holds_tensor(value)):
         out.held.append(TensorHolder(path, value, len(out.leaves)))
         return SLOT
+
     return as_extras(value)
 
 

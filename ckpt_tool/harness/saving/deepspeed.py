@@ -121,6 +121,7 @@ def _optimizer12(whole: WholeState, groups: Sequence[Sequence[str]], rank: int, 
     moments = {}
     paddings = []
     mappings = []
+
     for number, names in enumerate(groups):
         total = sum(whole.tensors["master", name].numel() for name in names)
         size = ceil_div(total, 2 * ranks) * 2
@@ -133,6 +134,7 @@ def _optimizer12(whole: WholeState, groups: Sequence[Sequence[str]], rank: int, 
         }
         paddings.append(padding)
         mappings.append(_fragments(whole, names, low, rank * size + size))
+
     return {
         "loss_scaler": LossScaler(),
         "dynamic_loss_scale": False,
@@ -202,6 +204,7 @@ def _module(whole: WholeState, groups: Sequence[Sequence[str]], stage: int) -> d
     module = whole.state("model")
     if stage == 3:
         module = {name: torch.empty(0, dtype=tensor.dtype) for name, tensor in module.items()}
+
     steps = int(whole.scalars["step"])
     consumed = int(whole.scalars["consumed"])
     return {

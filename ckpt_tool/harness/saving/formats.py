@@ -86,6 +86,7 @@ def check(fmt: str, layout: Any, shape: Any = None, *, muon: bool = False) -> No
             code=LAYOUT,
             hint=f"the formats that have: {', '.join(name for name, writer in WRITERS.items() if writer.muon)}",
         )
+
     stages = writer.muon if muon else writer.zero
     takes = [dim for dim in writer.takes if dim != "ep" or writer.muon_ep or not muon]
     wrong = [dim for dim in ("tp", "pp", "ep", "vpp") if getattr(layout, dim) > 1 and dim not in takes]
@@ -100,6 +101,7 @@ def check(fmt: str, layout: Any, shape: Any = None, *, muon: bool = False) -> No
             code=LAYOUT,
             hint=f"the nearest that it has is {','.join([*keeps, f'zero{zero}'])}",
         )
+
     if shape is not None and writer.cuts and layout.tp > 1:
         matrices = [
             param for param in shape.parameters() if len(param.shape) > 1 and not param.name.endswith("mlp.gate.weight")

@@ -53,6 +53,7 @@ def write(whole: WholeState, folder: Path) -> None:
     inner.mkdir()
     parts: list[list[TensorBox]] = [[] for _ in whole.ranks]
     objects: list[dict[str, Any]] = [{} for _ in whole.ranks]
+
     for module in modules(whole.config):
         key, position, count = _key(module, whole)
         muon = whole.muon is not None and module.is_matrix
@@ -79,6 +80,7 @@ def write(whole: WholeState, folder: Path) -> None:
                     parts[number].append(TensorBox(states[state] + key, offset, values.contiguous(), shape))
                 if linear := _LINEAR.fullmatch(key):
                     objects[number][f"{linear[1]}._extra_state/shard_{position or 0}_{count}"] = [None]
+
     ranks = [
         torch_dcp.DcpRank(rank_parts, rank_objects) for rank_parts, rank_objects in zip(parts, objects, strict=True)
     ]

@@ -106,6 +106,7 @@ def share_of(module: MegatronWeight, rank: RankState) -> list[Box]:
     piece_of = {piece.name: piece for piece in rank.pieces if piece.state == "model"}
     if module.parts[0] not in piece_of:
         return []
+
     pieces = [piece_of[name] for name in module.parts]
     size = rank.layout.tp if module.cut is not None else 1
     for piece in pieces:
@@ -117,14 +118,17 @@ def share_of(module: MegatronWeight, rank: RankState) -> list[Box]:
                 code=UNFIT,
                 hint="choose sizes that the tensor degree divides, tensor degree 1, or the format sharded",
             )
+
     tp_rank = rank.at.tp if size > 1 else 0
     shape = _shape(pieces)
     if module.cut is None or size == 1:
         return [Box((0,) * len(shape), shape)]
+
     if module.kind == "gated":
         half = shape[0] // 2
         boxes = [Box((half_begin + tp_rank * (half // size), 0), (half // size, shape[1])) for half_begin in (0, half)]
         return boxes
+
     part = shape[module.cut] // size
     offset = tuple(tp_rank * part if dim == module.cut else 0 for dim in range(len(shape)))
     return [Box(offset, tuple(part if dim == module.cut else n for dim, n in enumerate(shape)))]
@@ -143,6 +147,7 @@ def namespace(whole: WholeState) -> argparse.Namespace:
     experts = int(config["moe_num_experts"])
     layers = int(config["num_hidden_layers"])
     first_moe = int(config["moe_layer_start_index"])
+
     model = {
         "num_layers": layers,
         "hidden_size": config["hidden_size"],
@@ -170,6 +175,7 @@ def namespace(whole: WholeState) -> argparse.Namespace:
         "num_experts": experts or None,
         "moe_grouped_gemm": False,
     }
+
     if experts:
         model |= {
             "moe_router_topk": config["moe_k"],
@@ -180,6 +186,7 @@ def namespace(whole: WholeState) -> argparse.Namespace:
             or None,
             "moe_router_dtype": "fp32",
         }
+
     job = {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,

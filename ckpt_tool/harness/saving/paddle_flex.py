@@ -68,10 +68,12 @@ def write(whole: WholeState, folder: Path) -> None:
     for number, rank in enumerate(whole.ranks):
         for folder_name, item in _items(whole, rank):
             saves[folder_name][number].append(item)
+
     for number, (name, items) in enumerate(saves.items()):
         if number == len(saves) // 2:
             fault_point("files")
         _save(folder / name, items)
+
     for number in range(len(whole.ranks)):
         (folder / f"saved_signal_{number}").write_text("1")
     layout = whole.layout
@@ -154,15 +156,18 @@ def _save(folder: Path, ranks: Sequence[Sequence[RankBlock]]) -> None:
     folder.mkdir()
     holders: dict[tuple[object, ...], list[int]] = {}
     first_of: dict[tuple[object, ...], RankBlock] = {}
+
     for number, items in enumerate(ranks):
         for item in items:
             holders.setdefault(item.identity, []).append(number)
             first_of.setdefault(item.identity, item)
+
     stored: list[list[RankBlock]] = [[] for _ in ranks]
     for identity, numbers in holders.items():
         stored[min(numbers, key=lambda number: (len(stored[number]), f"{number}_0"))].append(first_of[identity])
     states: dict[str, list[PickledRecord]] = {}
     storage: dict[PickledRecord, str] = {}
+
     for number, items in enumerate(stored):
         file = f"{number}_0.distcp"
         for item in items:
@@ -171,6 +176,7 @@ def _save(folder: Path, ranks: Sequence[Sequence[RankBlock]]) -> None:
             )
             storage[PickledRecord(f"{_MODULE}.LocalTensorIndex", state=_index(item))] = file
         (folder / file).write_bytes(_data(items))
+
     state = {
         "state_dict_metadata": states,
         "storage_metadata": storage,

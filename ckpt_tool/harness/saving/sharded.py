@@ -36,6 +36,7 @@ def write(whole: WholeState, folder: Path) -> None:
     placements, tensors = _tensors(whole, mesh)
     extras = {"iteration": whole.scalars["step"], HARNESS: dict(whole.scalars)}
     save = digits(canonical([mesh, extras, {path: file["boxes"] for path, file in files.items()}]))
+
     for path, file in _write_files(files):
         metadata = {
             "format": "pt",
@@ -48,6 +49,7 @@ def write(whole: WholeState, folder: Path) -> None:
             "boxes": file["text"],
         }
         save_file(file["arrays"], folder / path, metadata)
+
     index = {
         "ckpt_format": "sharded",
         "ckpt_version": 1,

@@ -65,6 +65,7 @@ def assemble(states: Sequence[RankState]) -> WholeState:
     ranks = sorted(states, key=lambda state: state.at.rank)
     tensors: dict[Key, torch.Tensor] = {}
     covered: dict[Key, torch.Tensor] = {}
+
     for state in ranks:
         if state.scalars != ranks[0].scalars:
             raise _drift(f"rank {state.at.rank} has other scalars than rank {ranks[0].at.rank}", "scalars")
@@ -74,12 +75,14 @@ def assemble(states: Sequence[RankState]) -> WholeState:
                 tensors[key] = torch.zeros(piece.shape, dtype=piece.tensor.dtype)
                 covered[key] = torch.zeros(piece.shape, dtype=torch.bool)
             _lay(piece, tensors[key], covered[key], state.at.rank)
+
     expected_keys = [(state, name) for name, states in ranks[0].states().items() for state in states]
     expected_keys.sort(
         key=lambda key: (*STATES, *MUON_STATES).index(key[0])
     )  # state by state; names as they are registered
     holes = [f"{name} [{state}]" for state, name in expected_keys if (state, name) not in tensors]
     holes += [f"{name} [{state}]" for (state, name), mask in covered.items() if not bool(mask.all())]
+
     if holes:
         raise Incomplete(
             f"{len(holes)} tensors have elements that no rank holds: {', '.join(holes[:5])}",
@@ -88,6 +91,7 @@ def assemble(states: Sequence[RankState]) -> WholeState:
             faults=holes[5:100],
             hint="a rank's state is missing, or the trainer lost a piece",
         )
+
     ordered: dict[Key, torch.Tensor] = {key: tensors[key] for key in expected_keys}
     return WholeState(ordered, ranks, dict(ranks[0].shape.config()), ranks[0].scalars)
 

@@ -95,9 +95,11 @@ class _Body:
         """A column of varints."""
         if count > len(self.body) - self.at:
             raise self.fault(f"{count} numbers ({what}), but {len(self.body) - self.at} bytes are left of the node")
+
         body = self.body
         at = self.at
         out = list[int]()
+
         try:
             for _ in range(count):
                 byte = body[at]
@@ -116,6 +118,7 @@ class _Body:
                 out.append(value)
         except IndexError:
             raise self.fault(f"{what}: the node ends inside a number") from None
+
         self.at = at
         return out
 
@@ -236,10 +239,12 @@ def _node(tree: Tree, child: _Child, found: dict[str, Value]) -> list[_Child]:
     (height,) = body.raw(1, "height")
     if height != child.height:
         raise body.fault(f"a node of height {height}, want {child.height}")
+
     files = body.files(child.base)
     count = body.number("entries")
     if not count:
         raise body.fault("a node without entries")
+
     keys, common = body.keys(count, inner=height > 0)
     if height:
         file, offset, nbytes = (body.numbers(count, "children") for _ in range(3))
@@ -250,10 +255,12 @@ def _node(tree: Tree, child: _Child, found: dict[str, Value]) -> list[_Child]:
             _Child(*_file(body, files, at), start, size, height - 1, child.prefix + key[:shared])
             for key, shared, at, start, size in rows
         ]
+
     sizes = body.numbers(count, "values")
     kinds = body.raw(count, "values")
     if any(kind > 1 for kind in kinds):
         raise body.fault("a value that is neither in the node nor in a file")
+
     outer = sum(kinds)
     places = zip(body.numbers(outer, "values"), body.numbers(outer, "values"), strict=True)
     for key, size, kind in zip(keys, sizes, kinds, strict=True):
@@ -268,6 +275,7 @@ def _node(tree: Tree, child: _Child, found: dict[str, Value]) -> list[_Child]:
             value = Value(path, first + body.at, size)
             body.raw(size, "a value")
         found[name] = value
+
     body.end()
     return []
 

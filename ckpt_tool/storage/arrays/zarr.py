@@ -220,26 +220,31 @@ class Array(NamedTuple):
         shape = tuple(min(step, extent - o) for step, extent, o in zip(full, layout.shape, offset, strict=True))
         if any(extent <= 0 for extent in shape) or (value is None and self.holes):
             return None
+
         box = Box(offset, shape)
         within = Box((0,) * len(shape), shape)
         if value is None:
             path = fill_view(self.header.path, layout.fill)
             return Chunk(box, StoredArray(path, 0, layout.dtype, full, (0,) * len(full)), within)
+
         nbytes = layout.dtype.nbytes(prod(full))
         self._within(value)
         path = value.path
         at = value.offset
         if layout.codec and nbytes > LARGEST_RATIO * value.nbytes:
             raise self._fault(f"no chunk of {value.nbytes} bytes becomes {nbytes}, decompressed", value)
+
         if layout.codec:
             path = Compressed(value.path, value.offset, value.nbytes, nbytes, layout.codec).view
             at = 0
         elif value.nbytes != nbytes:
             raise self._fault(f"a chunk of {value.nbytes} bytes, want {nbytes}", value)
+
         strides = None
         if layout.order != tuple(range(len(full))):
             steps = contiguous_strides([full[dim] for dim in layout.order])
             strides = tuple(steps[layout.order.index(dim)] for dim in range(len(full)))
+
         return Chunk(box, StoredArray(path, at, layout.dtype, full, strides), within)
 
     def _within(self, value: Value) -> None:
@@ -325,6 +330,7 @@ class _Header:
             self.refused(f"a dtype {str(spelled)[:80]!r}", _CAST)
         if raw.get("filters"):
             self.refused(f"filters {str(raw['filters'])[:80]}")
+
         shape = self.sizes(raw.get("shape"), "shape", 0)
         chunk = self.sizes(raw.get("chunks"), "chunks", 1)
         order = tuple(range(len(shape)))
@@ -332,6 +338,7 @@ class _Header:
             self.damaged(f"order is {str(raw['order'])[:40]}, want C or F")
         if raw.get("order") == "F":
             order = order[::-1]
+
         separator = raw.get("dimension_separator", ".")
         if separator not in (".", "/"):
             self.damaged(f"dimension_separator is {str(separator)[:40]}, want . or /")
@@ -339,6 +346,7 @@ class _Header:
         if (compressor := raw.get("compressor")) is not None:
             name = compressor.get("id") if isinstance(compressor, dict) else compressor
             codec = "gzip" if name == "zlib" else self.codec(name)
+
         return self.checked(
             ZarrLayout(dtype, shape, chunk, order, codec, separator, "", self.fill(raw.get("fill_value"), dtype))
         )

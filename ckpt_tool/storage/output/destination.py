@@ -116,8 +116,10 @@ def check_destination(destination: Path, sources: Iterable[Path], *, force: bool
             path=destination,
             hint=f"make it first: mkdir -p {parent}",
         ) from e
+
     if not stat.S_ISDIR(parent_info.st_mode):
         raise StorageError(f"{parent} is not a folder", code="E0704", path=destination)
+
     ours = _identity(destination)
     above = {_identity(folder) for folder in (parent, *parent.resolve().parents)}
     for source in sources:
@@ -130,6 +132,7 @@ def check_destination(destination: Path, sources: Iterable[Path], *, force: bool
                 path=destination,
                 hint="choose another output: sources are never changed",
             )
+
     if ours is not None and not force:
         raise exists(destination)
     if not os.access(parent, os.W_OK | os.X_OK):

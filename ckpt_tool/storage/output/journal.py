@@ -93,6 +93,7 @@ def statuses(folder: int) -> list[PartStatus]:
                 worker_of(name),
             )
         )
+
     return found
 
 

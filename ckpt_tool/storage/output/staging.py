@@ -144,26 +144,31 @@ class Staging:
             refuse_link(self.destination)
         elif os.path.lexists(self.destination):  # an equal run committed while we came
             raise exists(self.destination)
+
         if not fresh and self._put_back():
             self._check_put_back()
         self._replaces = _inode(self.destination)
         if self.part is not None:
             self.check_parts()
+
         name = journal.name_of(self.part)
         self._journal_fd = self._open_journal(name)
         if isinstance(self.part, str) and self.gone:  # committed while this worker was coming: it leaves nothing there
             _unlink(name, self._folder_fd)
             raise exists(self.destination)
+
         lines = self._read(name)
         if lines and lines[0]["plan"] == self.plan_id and resume:
             self.went_on = True
             self.resumed = lines[1:]
             return
+
         if self.part is None:
             self._wipe(keep=name)
         self._list_files()
         with naming(self.path / name, "emptying the journal"):
             os.ftruncate(self._journal_fd, 0)
+
         self.record({"plan": self.plan_id, "pid": os.getpid(), "host": socket.gethostname()})
 
     def _open_journal(self, name: str) -> int:
@@ -220,6 +225,7 @@ class Staging:
                 fresh = False
             except OSError as e:
                 raise wrap_os_error(e, self.path, "making the staging folder") from e
+
             try:
                 self._folder_fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             except FileNotFoundError:
@@ -228,6 +234,7 @@ class Staging:
                 if e.errno in (errno.ELOOP, errno.ENOTDIR):
                     raise self._foreign("is not a folder") from e
                 raise wrap_os_error(e, self.path, "opening the staging folder") from e
+
             try:
                 fcntl.flock(self._folder_fd, kind | fcntl.LOCK_NB)
             except BlockingIOError as e:
@@ -243,8 +250,10 @@ class Staging:
                 continue
             except OSError as e:
                 raise wrap_os_error(e, self.path, "locking the staging folder") from e
+
             if not self.gone:
                 return fresh
+
             self._release()  # it was renamed away between the open and the lock
 
     def _locked(self, name: str) -> OutputExists:
@@ -450,6 +459,7 @@ class Staging:
             sync_folders(self._folder_fd)
         except OSError as e:
             raise wrap_os_error(e, self.path, "closing the staging folder") from e
+
         if self.part is not None:
             mark_plan(self.path if single is None else self.path / single, self.plan_id)
         if single is None:
@@ -458,6 +468,7 @@ class Staging:
             self._old = self._rename(self.path, self.destination)
         else:
             self._old = self._rename(self.path / single, self.destination)
+
         doing = "removing what the run kept in it"
         try:
             self._clear()  # of a worker that came in this moment, and goes again

@@ -44,16 +44,19 @@ def coded(value: Any) -> Mapping[str, TensorRef] | None:
     made = wrapper(value, CODED_STATES)
     if made is None:
         return None
+
     shape = made.args[2]
     table = _QMAPS[value.name.rpartition(".")[2]]
     codes, scale, qmap = (value.state.get(part) for part in PARTS)
     if type(codes) is not TensorRef or type(scale) is not TensorRef or type(shape) is not tuple:
         return None
+
     if table is None:
         fits = qmap is None and codes.dtype.name == "F8_E4M3" and codes.shape == shape
     else:
         fits = type(qmap) is TensorRef and qmap.shape == table and qmap.dtype.name == "F32"
         fits = fits and codes.dtype.name == "U8"
+
     if fits and table == (16,):
         fits = codes.contiguous and codes.shape == (prod(shape) // 2,) and bool(shape) and shape[-1] % 2 == 0
         if fits:
@@ -61,9 +64,11 @@ def coded(value: Any) -> Mapping[str, TensorRef] | None:
             codes = codes._replace(shape=half, stride=contiguous_strides(half))
     elif fits:
         fits = codes.shape == shape
+
     blocks = scale.shape[0] if len(scale.shape) == 1 else 0
     if not fits or not blocks or not scale.dtype.is_float or prod(shape) % blocks:
         return None
+
     found = {CODES: codes, SCALE: scale}
     return {**found, QMAP: qmap} if type(qmap) is TensorRef else found
 

@@ -40,11 +40,14 @@ def call(machine: Machine, made: Any, args: Any) -> Any:
     """What a call of `made` with `args` stands for. Nothing is called but our own builders."""
     if type(args) is not tuple:
         raise Misuse(f"a call's arguments are {type(args).__name__}, not a tuple", "E0363")
+
     if type(made) is Opaque:  # an instance that would be called: whatever that does, it is code
         machine.condemned.add(made.name)
         return Opaque(made.name, args)
+
     if type(made) is not Symbol or made.args:
         raise Misuse(f"calls a {type(made).__name__}", "E0363")
+
     name = made.name
     build = BUILDERS.get(name) or COPYING.get(name)
     if build is not None:
@@ -57,6 +60,7 @@ def call(machine: Machine, made: Any, args: Any) -> Any:
                 raise
             machine.condemned.add(name)  # `_codecs.encode` with another codec
             return Opaque(name, args)
+
     if name in RECORDS:
         return PickledRecord(name, args, dict(zip(RECORDS[name], args, strict=False)) if args else None)
     if name in ENUMS and len(args) == 1:

@@ -182,6 +182,7 @@ class Machine:
         rows = self.rows
         handlers = self.handlers
         odd = self.odd
+
         try:
             for count in range(self.count, self.opcodes):
                 at = pos

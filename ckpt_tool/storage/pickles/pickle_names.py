@@ -98,6 +98,7 @@ class _Walk:
         memo: dict[int, str | None] = {}
         before: str | None = None
         last: str | None = None
+
         for position in range(pickles.OPCODE_LIMIT):
             offset = self.at
             op = self._take(1)

@@ -143,6 +143,7 @@ def _filled(array: NumpyArray, shape: Any, dtype: Any, *, fortran: bool, data: A
         shape = (shape,)
     if type(shape) is not tuple or len(shape) > 64 or any(type(n) is not int or not 0 <= n < 1 << 63 for n in shape):
         raise _fault("shape of a NumPy array is malformed")
+
     if code == OBJECTS:
         if type(data) is not list or len(data) != prod(shape):
             raise _fault("a NumPy array of Python objects without its values")
@@ -151,6 +152,7 @@ def _filled(array: NumpyArray, shape: Any, dtype: Any, *, fortran: bool, data: A
         array.fortran = fortran
         array.data = data
         return array
+
     if type(data) is Placed:
         data = StorageSpan(data.offset, len(data))
     if code == STRUCTURED:
@@ -161,9 +163,11 @@ def _filled(array: NumpyArray, shape: Any, dtype: Any, *, fortran: bool, data: A
         array.fortran = fortran
         array.data = data
         return array
+
     have = data.nbytes if type(data) is StorageSpan else len(data) if type(data) is bytes else -1
     if have != prod(shape) * item_nbytes(code):
         raise _fault(f"a NumPy array of shape {list(shape)[:8]} of {code} has {have} bytes")
+
     array.shape = shape
     array.dtype = code
     array.fortran = fortran

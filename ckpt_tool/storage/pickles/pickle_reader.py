@@ -240,6 +240,7 @@ def other_form(value: Opaque, path: str, member: str | None = None) -> InputErro
             place=member,
             hint="--drop extras writes the rest",
         )
+
     inner = value
     while inner.name == _PARAMETER and type(inner.args[0]) is Opaque:
         inner = inner.args[0]
@@ -247,6 +248,7 @@ def other_form(value: Opaque, path: str, member: str | None = None) -> InputErro
     if inner.name == ARRAY:
         kind = {STRUCTURED: "records", OBJECTS: "Python objects"}.get(inner.args[0], shown(str(inner.args[0])))
         what = f"a NumPy array of {kind} in the place of a tensor"
+
     hint = "convert it to a dense tensor (to_dense, dequantize, resolve_conj)"
     if inner.name == META_TENSOR:
         hint = (
@@ -255,6 +257,7 @@ def other_form(value: Opaque, path: str, member: str | None = None) -> InputErro
         )
     elif inner.name == ARRAY:
         hint = "convert it to an array of little-endian numbers, and save it again"
+
     return InputError(
         f"the file holds {what} ({inner.name}); only dense tensors with values of their own are read",
         code=OTHER_FORM,
@@ -434,6 +437,7 @@ def _is_slight(value: Any, opcodes: int, *, texts: bool) -> bool:
             if budget < 0:
                 break
         level = below
+
     return not level and budget >= 0
 
 
@@ -471,6 +475,7 @@ def _check_shared(value: Any, most_parts: int, most_text: int) -> None:
         key = id(item)
         if not done and key in depth:
             continue
+
         parts = list(_parts(item))
         inside = [part for part in parts if type(part) in _INSIDE]
         if done:  # where it was cut, the mark stands, of which nothing was reckoned
@@ -484,6 +489,7 @@ def _check_shared(value: Any, most_parts: int, most_text: int) -> None:
                 elif id(part) not in depth:
                     todo.append((part, False))
             continue
+
         depth[key] = 1 + max((depth[id(part)] for part in inside), default=0)
         size[key] = len(parts) + sum(size[id(part)] for part in inside)
         text[key] = sum(text[id(part)] for part in inside) + sum(
@@ -491,6 +497,7 @@ def _check_shared(value: Any, most_parts: int, most_text: int) -> None:
         )
         if depth[key] > DEPTH_LIMIT:
             raise Misuse(f"values nest more than {DEPTH_LIMIT} deep", "E0370")
+
         if size[key] > most_parts or text[key] > most_text:
             raise Misuse(
                 f"written out in full the value has more than {most_parts} parts or {most_text} characters", "E0370"

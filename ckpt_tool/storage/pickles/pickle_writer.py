@@ -370,11 +370,13 @@ class PickleWriter:
             self._call("collections.OrderedDict", ())
             self.out += b"\x87R"
             return
+
         typed = _CLASS_OF.get(value.dtype.name) == value.storage.kind
         function = "torch._utils._rebuild_tensor_v2" if typed else "torch._utils._rebuild_tensor_v3"
         if value.attributes:
             self.named("torch._tensor._rebuild_from_type_v2")
             self.out += b"("
+
         self.named(function)
         if value.attributes:
             self.named("torch.Tensor")
@@ -382,6 +384,7 @@ class PickleWriter:
         self._storage(value.storage)
         for item in (value.offset, value.shape, value.stride, value.requires_grad):
             self.save(item)
+
         self._call("collections.OrderedDict", ())
         if not typed:
             self.named(f"torch.{value.dtype.torch}")
@@ -389,6 +392,7 @@ class PickleWriter:
         if value.attributes:
             self.save(value.attributes)
             self.out += b"t"
+
         self.out += b"R"
 
     def _storage(self, ref: StorageRef) -> None:

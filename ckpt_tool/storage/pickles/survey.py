@@ -175,9 +175,11 @@ def _directory(
     found = tail.rfind(b"PK\x05\x06")
     if found < 0 or found + END.size > len(tail):
         return None, []
+
     at = end - back + found
     _, _, _, _, count, nbytes, offset, _ = END.unpack_from(tail, found)
     directory = at - nbytes
+
     if at - start >= LOCATOR.size:
         locator = tree.read(path, at - LOCATOR.size, LOCATOR.size)
         place = at - LOCATOR.size - END64.size
@@ -186,9 +188,11 @@ def _directory(
             if record[:4] == b"PK\x06\x06":
                 *_, count, nbytes, offset = END64.unpack(record)
                 directory = place - nbytes
+
     begin = directory - offset
     if not start <= begin <= directory <= at or count > MEMBERS or at - directory > DIRECTORY_LIMIT:
         return None, []
+
     raw = tree.read(path, directory, at - directory)
     entries = []
     where = 0
@@ -199,6 +203,7 @@ def _directory(
         name = raw[where + CENTRAL.size : where + CENTRAL.size + names].decode("utf-8", "replace")
         entries.append((name, fields[4], begin + header))
         where += CENTRAL.size + names + extra + note
+
     return (begin, entries) if entries or not count else (None, [])
 
 
@@ -216,21 +221,25 @@ def _members(tree: Tree, path: str, start: int, end: int, within: str) -> Iterat
         data = at + LOCAL.size + names + extra
         if data >= end:
             break
+
         if name.endswith(".pkl") and not method:
             yield from _streams(tree, path, data, end, pickles.shown(name))
             done = mentioned(tree, path, data, end)
             nbytes = nbytes or (done.end - data if done.end is not None else 0)
         elif name.endswith(".pkl"):
             yield Surveyed(path, pickles.shown(name), unseen="compressed")
+
         if not nbytes:
             yield Surveyed(
                 path, within, unseen=f"the zip has no directory: nothing after {pickles.shown(name)} was looked at"
             )
             return
+
         gap = tree.read(path, data + nbytes, max(0, min(64, end - data - nbytes)))
         follows = gap.find(b"PK\x03\x04")
         if follows < 0:
             return
+
         at = data + nbytes + follows
         number = number + 1
 

@@ -121,16 +121,19 @@ def quick(text: bytes, *, path: str, offset: int = 8) -> Columns | None:
     end = len(text.rstrip(b" ")) - 1  # the closing brace
     if text[:1] != b"{" or text[end : end + 1] != b"}":
         return None
+
     check_utf8(text, path=path, offset=offset)
     metadata, at = _leading_metadata(text, path, offset)
     spelling = _COMPACT if text.find(_COMPACT.mark, at, at + NAME_LIMIT + 64) >= 0 else _spaced()
     if metadata is None or text.find(spelling.mark, at, at + NAME_LIMIT + 64) < 0:
         return None
+
     names: list[bytes] = []
     kinds: list[EntryKind] = []
     begins = array("Q")
     ends = array("Q")
     known: dict[bytes, EntryKind] = {}
+
     for block in _blocks(text, at, end, spelling):
         found = spelling.entry.findall(block)
         if not found:
@@ -152,6 +155,7 @@ def quick(text: bytes, *, path: str, offset: int = 8) -> Columns | None:
             ends.append(int(columns[3][-1]))
         else:
             ends.extend(map(int, columns[3]))
+
     if not _sound_names(names) or list(map(sub, ends, begins)) != [kind.nbytes for kind in kinds]:
         return None
     if not _tiles(begins, ends):
@@ -250,6 +254,7 @@ def strict(text: bytes, *, path: str, offset: int = 8) -> Columns:
     metadata: dict[str, str] = {}
     warnings: list[str] = []
     faults: list[CorruptFile] = []
+
     for member in members(text, path=path, offset=offset, limit=ENTRY_VALUES):
         try:
             if member.key == METADATA:
@@ -263,8 +268,10 @@ def strict(text: bytes, *, path: str, offset: int = 8) -> Columns:
             faults.append(fault)
         if len(entries) + len(faults) > TENSOR_LIMIT:
             raise too_many(path)
+
     if faults:
         raise together(faults)
+
     filled = _check_tiles(entries, path)
     return Columns(
         NameColumn.of_text(entry.name for entry in entries),

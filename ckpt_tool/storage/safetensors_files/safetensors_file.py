@@ -355,10 +355,12 @@ def _check_writable(tensors: list[tuple[str, DType, tuple[int, ...]]], metadata:
                 hint="rename or remove it",
             )
         seen.add(name)
+
     if len(tensors) > TENSOR_LIMIT:
         raise UsageError(
             f"{len(tensors)} tensors in a file, want at most {TENSOR_LIMIT}", code="E0200", hint="pass --max-shard-size"
         )
+
     for pair in metadata.items():
         if not all(isinstance(text, str) and _is_unicode(text) for text in pair):
             raise UsageError(

@@ -59,12 +59,14 @@ class Container(PutsWhole):
         name, _, base = url.partition("://")[2].partition("/")
         if not name or not base.strip("/"):
             raise no_place(url, AZURE, name)
+
         try:
             from azure.storage.blob import ContainerClient
         except ImportError as e:
             raise UsageError(
                 f"writing to {url} needs the extra `remote`", code="E0247", hint=install_command("remote")
             ) from e
+
         try:
             client = ContainerClient(
                 _account(url),
@@ -80,6 +82,7 @@ class Container(PutsWhole):
             raise UsageError(
                 f"the store's settings can't be used: {reason}", code="E2508", path=url, hint=f"set {AZURE.keys}"
             ) from cause_without_secrets(e)
+
         return cls(client, name, base.strip("/"), url.rstrip("/"))
 
     # -- blobs ------------------------------------------------------------------------------------------------------

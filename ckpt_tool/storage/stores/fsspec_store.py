@@ -64,6 +64,7 @@ class FsspecStore:
             raise UsageError(
                 f"reading {shown or url} needs the extra `remote`", code="E0247", hint=install_command("remote")
             ) from e
+
         try:
             fs, base = fsspec.core.url_to_fs(url)
         except ImportError as e:
@@ -83,12 +84,14 @@ class FsspecStore:
                 hint=near_misses(scheme, fsspec.available_protocols())
                 or "the common schemes are s3://, gs:// and hf://",
             ) from cause_without_secrets(e)
+
         protocols = (fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol
         query = ""
         if "https" in protocols:
             start = min([at for at in (base.find("?"), base.find("#")) if at >= 0], default=len(base))
             query = base[start:]
             base = base[:start]
+
         return cls(fs, base, shown or url, query)
 
     def single(self) -> StoreEntry | None:

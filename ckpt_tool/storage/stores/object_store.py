@@ -292,6 +292,7 @@ def fault(
         )
     else:
         made = "E0700", f"{doing} failed: {text[:300]}", "check the URL and the network, then try again"
+
     kind, message, hint = made
     return StorageError(message, code=kind, path=given_url(shown), offset=offset, hint=hint)
 

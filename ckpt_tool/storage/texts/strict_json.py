@@ -111,11 +111,13 @@ def members(raw: bytes, *, path: str, offset: int = 0, limit: int = VALUE_LIMIT)
     at = exact.skip(0)
     if raw[at : at + 1] != b"{":
         exact.want("an object", at)
+
     seen: dict[str, int] = {}
     at = exact.skip(at + 1)
     if raw[at : at + 1] == b"}":
         exact.expect_end(at + 1)
         return
+
     while True:
         key, key_at, value_at = exact.key(at)
         if seen.setdefault(key, key_at) != key_at:
@@ -378,6 +380,7 @@ class _Exact:
         self.count += 1
         if self.count > self.limit:
             self.fail(f"more than {self.limit} values", LIMIT, token.start(), hint="no real checkpoint has as many")
+
         end = token.end()
         if token[2] is not None:
             start = token.start(2)
@@ -385,20 +388,24 @@ class _Exact:
             if self.raw[end : end + 1] != b'"':
                 self.want("a value", start)
             return self.string(self.raw[start : end + 1], start), end + 1
+
         if token[3] is not None:
             return self.number(token[3], token.start(3)), end
         if token[4] is not None:
             return _WORDS[token[4]], end
+
         mark = token[1]
         start = token.start(1)
         if mark not in b"{[":
             self.want("a value", start)
         if len(self.open) == DEPTH_LIMIT:
             self.fail(f"nested more than {DEPTH_LIMIT} deep", LIMIT, start, hint="no real checkpoint nests this deep")
+
         box: dict[str, Any] | list[Any] = {} if mark == b"{" else []
         inside = self.skip(end)
         if self.raw[inside : inside + 1] == (b"}" if mark == b"{" else b"]"):
             return box, inside + 1
+
         self.open.append(_Open(box))
         return _OPENED, self._next_key(inside) if mark == b"{" else inside
 

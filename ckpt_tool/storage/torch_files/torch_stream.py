@@ -101,11 +101,13 @@ def _storages(tree: Tree, path: str, whole: Pickled, listed: Pickled) -> dict[st
     keys = listed.value
     if type(keys) is not list or len(keys) > STORAGE_LIMIT or any(type(key) is not str for key in keys):
         raise _fault(tree, path, "the list of storage keys is malformed", whole.end)
+
     refs = {ref.key: ref for ref in whole.storages}
     if len(set(keys)) != len(keys) or set(keys) - set(refs):
         raise _fault(
             tree, path, "the list of storage keys names a storage twice, or one that no tensor uses", whole.end
         )
+
     missing = sorted(set(refs) - set(keys))
     if missing:
         raise Incomplete(
@@ -115,9 +117,11 @@ def _storages(tree: Tree, path: str, whole: Pickled, listed: Pickled) -> dict[st
             offset=listed.end,
             hint="the file is damaged: save it again",
         )
+
     at = listed.end
     size = tree.size(path)
     found: dict[str, tuple[int, int]] = {}
+
     for key in keys:
         if at + 8 > size:
             raise _fault(tree, path, f"the file ends before storage {key}", size)
@@ -129,6 +133,7 @@ def _storages(tree: Tree, path: str, whole: Pickled, listed: Pickled) -> dict[st
             raise _fault(tree, path, f"storage {key} wants {ref.nbytes} bytes, {size - at - 8} are left", at)
         found[key] = (at + 8, ref.nbytes)
         at += 8 + ref.nbytes
+
     if at != size:
         raise UnsafeInput(
             f"{size - at} bytes follow the last storage",
@@ -137,6 +142,7 @@ def _storages(tree: Tree, path: str, whole: Pickled, listed: Pickled) -> dict[st
             offset=at,
             hint="torch writes no such file; save it again",
         )
+
     return found
 
 

@@ -83,6 +83,7 @@ class TorchZip:
                 offset=min(max(start, 0), size),
                 hint="the file is cut short: compare its size with the source",
             )
+
         archive = ZipArchive(tree, path, start, nbytes)
         found = members(archive, tail)
         root = _root(archive, found)
@@ -193,6 +194,7 @@ def _root(archive: ZipArchive, found: list[ZipMember]) -> str:
             offset=archive.start,
             hint="torch takes one of them, another reader another; save it again with torch.save",
         )
+
     root = roots.pop() if roots else ""
     names = {m.name[len(root) + 1 :] for m in found}
     for name in names:
@@ -204,6 +206,7 @@ def _root(archive: ZipArchive, found: list[ZipMember]) -> str:
                 offset=archive.start,
                 hint="save the module's state_dict() instead",
             )
+
     if "data.pkl" not in names:
         raise CorruptFile(
             f"a zip without data.pkl: {', '.join(map(pickles.shown, sorted(names)[:4])) or 'it is empty'}",
@@ -212,4 +215,5 @@ def _root(archive: ZipArchive, found: list[ZipMember]) -> str:
             offset=archive.start,
             hint="no torch checkpoint; a .nemo, .npz or .keras file is another format",
         )
+
     return root

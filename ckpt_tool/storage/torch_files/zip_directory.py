@@ -137,17 +137,20 @@ def _end(archive: ZipArchive, tail: int) -> tuple[int, int, int]:
     length = archive.length
     if length < END.size:
         raise _no_end(archive)
+
     piece = archive.read_end(tail)
     signature, disk, first, here, count, size, offset, comment = END.unpack_from(piece, len(piece) - END.size)
     if signature != b"PK\x05\x06" or comment:
         raise _no_end(archive)
     if disk or first or here != count:
         raise archive.corrupt("the zip is split over several disks", "E0342", length - END.size)
+
     stop = length - END.size
     if length >= TAIL and piece[-42:-38] == b"PK\x06\x07":
         stop, (count, size, offset) = length - TAIL, _end64(archive, piece, count, size, offset)
     elif count == 0xFFFF or 0xFFFFFFFF in (size, offset):
         raise archive.corrupt("the end record points to a zip64 record that is not there", "E0342", stop)
+
     if offset + size > stop or size < count * CENTRAL.size:
         raise archive.corrupt(
             f"{count} members in a directory of {size} bytes at {offset}, but the archive has {stop} bytes "
@@ -157,12 +160,14 @@ def _end(archive: ZipArchive, tail: int) -> tuple[int, int, int]:
             stop,
             hint="the file is cut short or damaged: compare its size with the source",
         )
+
     if offset + size < stop:
         raise archive.unsafe(
             f"{stop - offset - size} bytes precede the zip or follow its directory",
             "E0436",
             0,
         )
+
     if count > MEMBER_LIMIT or size > DIRECTORY_LIMIT:
         raise archive.corrupt(f"{count} members, want at most {MEMBER_LIMIT}", "E0348", stop)
     return offset, size, count
@@ -229,6 +234,7 @@ def _central(archive: ZipArchive, raw: bytes, directory: int, count: int) -> lis
     found: list[ZipMember] = []
     seen: set[bytes] = set()
     at = 0
+
     for _ in range(count):
         if at + CENTRAL.size > len(raw):
             raise archive.corrupt("the central directory ends inside an entry", "E0341", directory + at)
@@ -252,6 +258,7 @@ def _central(archive: ZipArchive, raw: bytes, directory: int, count: int) -> lis
         seen.add(name)
         found.append(ZipMember(text, flags, crc, nbytes, header, name))
         at += CENTRAL.size + n + e + c
+
     if at != len(raw):
         raise archive.unsafe(f"{len(raw) - at} bytes after the directory's {count} entries", "E0437", directory + at)
     return found
@@ -339,14 +346,17 @@ def _local(archive: ZipArchive, entries: list[ZipMember], directory: int) -> lis
     """The members with their data offsets; local headers agree with the directory and all bytes are accounted for."""
     if entries and entries[0].header:
         raise archive.unsafe(f"{entries[0].header} bytes precede the first member", "E0436", 0)
+
     # The bytes from one storage's end to behind the next one's header are read with one pread; what lies between them
     # (data.pkl, version, ...) is small and read along.
     stops = [m.header + LOCAL.size + len(m.raw_name) for m in entries if "/data/" in m.name or m.nbytes > SMALL]
     stops = [stop for stop in stops if stop < directory] + [directory]
+
     # end: of the member before, without its descriptor
     nearest = 0
     end = 0
     found: list[ZipMember] = []
+
     for member in (*entries, None):
         header = directory if member is None else member.header
         gap = header - end
@@ -370,6 +380,7 @@ def _local(archive: ZipArchive, entries: list[ZipMember], directory: int) -> lis
                     f"the member's {member.nbytes} bytes run into the directory", "E0341", header, place=member.name
                 )
             found.append(member)
+
     return found
 
 

@@ -167,6 +167,7 @@ class _ZipWriter:
             lengths = (len(entry.name), len(extra), 0, 0, 0, 0)
             fixed = (b"PK\x01\x02", 0, 0, flags, 0, 0, 0, entry.crc or 0, size, size, *lengths, header)
             self._put(CENTRAL.pack(*fixed) + entry.name + extra)
+
         count = len(self.entries)
         nbytes = self.at - directory
         end = self.at

@@ -291,11 +291,13 @@ def read_module(tree: Tree, name: str) -> ModuleFile:
     )
     if isinstance(values.get("checkpoint_parallel_dimensions"), dict):
         out.values["checkpoint_parallel_dimensions"] = values["checkpoint_parallel_dimensions"]
+
     left = values.get("module")
     if isinstance(left, dict) and left:
         out.values["module"] = left
     if values.get("optimizer") is not None:
         out.values["optimizer"] = values["optimizer"]
+
     for path, array in content.leaves:
         if path[0] == "module" and len(path) == 2:
             out.module[str(path[1])] = array
@@ -307,6 +309,7 @@ def read_module(tree: Tree, name: str) -> ModuleFile:
             raise malformed(f"a tensor at {dotted(path)[:200]}, where DeepSpeed keeps none", shown)
         else:
             out.others.append((path, array))
+
     return out
 
 
@@ -373,8 +376,10 @@ class _OptimizerParts:
         if isinstance(self.state.get(BASE), list):
             older = "its states are laid out in an older way"
             raise refused(f"an elastic checkpoint (zero_optimization.elastic_checkpoint): {older}", shown)
+
         if self.state.get("ds_zero_partition_groups") is not None:
             raise refused("AutoEP at ZeRO 3 (ds_zero_partition_groups)", shown)
+
         self.stage = _stage(self.state.get("zero_stage"), shown)
         flat, inner = (FLAT3, OPTIMIZER) if self.stage == 3 else (MASTERS, BASE)
         self.inner = inner
@@ -382,11 +387,13 @@ class _OptimizerParts:
         options = numbered(base.get("param_groups"))
         if options is None:
             raise malformed("param_groups is no list of groups with the numbers of their params", shown)
+
         self.options = options
         self.values = _mapping(base.get("state") or {}, "state", shown)
         self.masters: dict[int, StoredArray] = {}
         self.states: dict[int, dict[str, StoredArray]] = {}
         self.rest: dict[str, Any] = {}
+
         for path, array in content.leaves:
             if path[:2] == (OPTIMIZER, flat) and len(path) == 3 and type(path[2]) is int:
                 self.masters[path[2]] = array
@@ -396,13 +403,16 @@ class _OptimizerParts:
                 self.rest[str(path[1])] = self._scalar(array, str(path[1]))
             else:  # nothing is left out in silence
                 raise refused(f"the optimizer keeps a tensor at {dotted(path)[:200]}, which is not understood", shown)
+
         if sorted(self.masters) != list(range(len(self.masters))):
             raise malformed(f"{flat} lacks a tensor in the middle", shown)
         if not self.masters:
             raise refused(f"no fp32 weights ({flat}): they were swapped to NVMe, or this is no ZeRO optimizer", shown)
+
         for number, array in self.masters.items():
             if len(array.shape) != 1 or array.strides is not None:
                 raise malformed(f"{flat}[{number}] has shape {list(array.shape)}, want one dim without gaps", shown)
+
         for number in self.states.keys() - self.masters.keys():
             raise malformed(f"a state of flat group {number!r}, but there are {len(self.masters)}", shown)
 

@@ -148,11 +148,13 @@ def metadata(config: Config) -> tuple[list[Pair], list[str]]:
             code=UNSAYABLE,
             hint=f"there are {names}; llama.cpp's own converter may know it",
         )
+
     faults = list(_faults(config, found))
     out: list[Pair] = [(ARCHITECTURE, "STRING", found.name), ("general.type", "STRING", "model")]
     own = {**config, "num_key_value_heads": config.get("num_key_value_heads", config.get("num_attention_heads"))}
     if found.model_type in _DENSE_FIRST:
         own = {**_deepseek(own), "num_key_value_heads": 1}  # latent attention is that of one head of keys
+
     for key in (*DECODER, *found.more):
         value = own.get(key.hub)
         if value is None or (key is _HEAD and "head_dim" not in config):
@@ -160,16 +162,19 @@ def metadata(config: Config) -> tuple[list[Pair], list[str]]:
         out.append((f"{found.name}.{key.stated}", key.kind, _number(value, key, faults)))
         if key is _HEAD:
             out.append((f"{found.name}.attention.value_length", INT, value))
+
     experts = next((own[word] for word in (found.experts, *_EXPERTS) if own.get(word) is not None), None)
     if found.experts and experts is not None:
         out.append((f"{found.name}.expert_count", INT, experts))
     if not faults:
         out += [(f"{found.name}.{key}", kind, value) for key, kind, value in _computed_pairs(own, found)]
+
     out += [(f"{found.name}.{key}", kind, value) for key, kind, value in _rope(config, found, faults)]
     if faults:
         raise UsageError(
             faults[0], code=UNSAYABLE, faults=faults[1:], hint="llama.cpp has no words for it, or not here"
         )
+
     return [*out, ("general.quantization_version", INT, QUANTIZATION_VERSION)], list(_unsaid(config, found))
 
 
@@ -283,6 +288,7 @@ def _computed_pairs(config: Config, found: Architecture) -> Iterable[Pair]:
 def _rope(config: Config, found: Architecture, faults: list[str]) -> Iterable[Pair]:
     if found.model_type in _WITHOUT_ROPE:
         return
+
     rope = rope_of(config)
     kind = str(rope["rope_type"]).lower()
     if found.name == "phi3":
@@ -294,6 +300,7 @@ def _rope(config: Config, found: Architecture, faults: list[str]) -> Iterable[Pa
             if rope.get(key) is not None:
                 whole = key == "original_max_position_embeddings"
                 yield stated, INT if whole else FLOAT, int(rope[key]) if whole else rope[key]
+
     known = ("default",) if found.name == "phi3" else ("default", "linear", "yarn")
     if kind not in known and not (kind == "llama3" and found.model_type in ("llama", "mistral")):
         faults.append(f"rope of type {kind}")
@@ -301,6 +308,7 @@ def _rope(config: Config, found: Architecture, faults: list[str]) -> Iterable[Pa
         yield "rope.scaling.yarn_log_multiplier", FLOAT, 0.1 * rope["mscale_all_dim"]
     if rope.get("rope_theta") is not None:
         yield "rope.freq_base", FLOAT, rope["rope_theta"]
+
     new = config.get("rope_parameters")
     sliding = new.get("sliding_attention") if isinstance(new, Mapping) else None
     local = sliding.get("rope_theta") if isinstance(sliding, Mapping) else config.get("rope_local_base_freq")
@@ -316,14 +324,17 @@ def _faults(config: Config, found: Architecture) -> Iterable[str]:
     for key, value in found.fixed.items():
         if config.get(key, False if key == "norm_topk_prob" else value) != value and key != "topk_method":
             yield f"{key} {config.get(key, False)}: {found.name} computes {value}"
+
     for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"):
         if type(config.get(key)) is not int:
             yield f"{key} is {str(config.get(key))[:60]}, want a whole number"
+
     dense = config.get("mlp_only_layers") or (config.get("decoder_sparse_step") or 1) != 1
     if found.experts and dense:
         yield f"layers without experts (mlp_only_layers, decoder_sparse_step): {found.name} has them in every layer"
     if config.get("use_sliding_window"):
         yield f"use_sliding_window: {found.name} has no windows"
+
     turn = _TURNS.get(found.name)
     kinds = config.get("layer_types")
     if turn and (
@@ -334,6 +345,7 @@ def _faults(config: Config, found: Architecture) -> Iterable[str]:
         )
     ):
         yield f"windows in other layers than {turn - 1} of {turn}"
+
     if found.name == "gemma3" and config.get("attn_logit_softcapping") is not None:
         yield "attn_logit_softcapping"
 
@@ -455,6 +467,7 @@ def _backwards(config: dict[str, Any], own: Config, found: Architecture, faults:
         config["num_nextn_predict_layers"] = 0
         if found.model_type == "deepseek_v2":
             config["topk_method"] = "group_limited_greedy" if "n_group" in config else "greedy"
+
     if found.name == "phi3":
         if config.get("sliding_window") == 0:
             config["sliding_window"] = None
@@ -465,6 +478,7 @@ def _backwards(config: dict[str, Any], own: Config, found: Architecture, faults:
             config["partial_rotary_factor"] = turned * heads / hidden
         if type(size := own.get("rope.scaling.original_context_length")) is int:
             config["original_max_position_embeddings"] = size
+
     if found.name in ("gemma2", "gemma3") and type(config.get("head_dim")) is int:
         config["query_pre_attn_scalar"] = _scalar(config, found)
     if found.name == "gemma2":

@@ -211,6 +211,7 @@ def read_adapter(
     own = {key: tensor for key, tensor in tensors.items() if _OF_ADAPTER.fullmatch(key.name)}
     if not own:
         return tensors, None, []
+
     document = run_config(tree, folder)
     hints = hints_of(document) if document or not args else hints_of_arguments(args)
     alone = not any(key.state == MODEL for key in tensors.keys() - own.keys())
@@ -219,6 +220,7 @@ def read_adapter(
     out = dict(tensors)
     gated = is_gated(hints, {key.name: tensor.shape for key, tensor in own.items()})
     gated = gated is not False if alone else gated is True  # as the writer takes a whole model that does not say it
+
     for key, tensor in own.items():
         if tensor.shape:
             boxes = len({chunk.box.offset[0] for chunk in tensor.chunks})
@@ -226,10 +228,12 @@ def read_adapter(
             rows = stretches(key.name, tensor.shape[0], count, gated=gated)
             unknown |= bool(rows) and ranks is None
             out[key] = _reorder_rows(tensor, rows) if rows else tensor
+
     line = "rows of fused projections are stored as the tensor ranks had them; their boxes show how many"
     notes = [Note("N-adapter-order", line, folder)] if unknown else []
     if not alone:
         return out, None, notes
+
     shapes = {key.name: tensor.shape for key, tensor in tensors.items() if key.state == MODEL}
     said = bool(hints.peft)
     hints = with_alpha(hints, shapes, alpha, tree.display())
@@ -240,6 +244,7 @@ def read_adapter(
         kind = what.get(hints.kind, f"a {hints.kind} of Megatron-Bridge")
         line = f"{kind}: rank {hints.peft.get('dim')}, alpha {hints.peft.get('alpha')} by "
         line += "--lora-alpha" if not said else RUN_CONFIG if document else "the job's arguments"
+
     return out, hints, [Note("N-adapter", line, folder + RUN_CONFIG), *notes]
 
 

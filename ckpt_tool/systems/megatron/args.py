@@ -206,6 +206,7 @@ def updated(args: Mapping[str, Any], degrees: Mapping[str, int], stages: Stages,
     vpp = degrees["vpp"]
     world = tp * pp * degrees["dp"] * degrees["cp"]
     chunk = max(stages.counts, default=0)
+
     new: dict[str, Any] = {
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
@@ -216,6 +217,7 @@ def updated(args: Mapping[str, Any], degrees: Mapping[str, int], stages: Stages,
         "data_parallel_size": degrees["dp"],
         "world_size": world,
     }
+
     beside: dict[str, Any] = {
         "transformer_pipeline_model_parallel_size": pp,
         "num_layers_per_virtual_pipeline_stage": chunk if vpp > 1 else None,
@@ -227,6 +229,7 @@ def updated(args: Mapping[str, Any], degrees: Mapping[str, int], stages: Stages,
     for name, value in beside.items():
         if name in args or value not in (None, False):
             out[name] = value
+
     if "expert_tensor_parallel_size" not in args and degrees["etp"] == tp:
         del out["expert_tensor_parallel_size"]
     if vpp > 1 and pp > 1 and args.get("overlap_p2p_comm") is False and "overlap_p2p_comm" in args:

@@ -80,6 +80,7 @@ def shares_beside(
             path=tree.display(path),
             hint="shares are lost: save as torch_dist from the running job, or take the model with --state model",
         )
+
     ranks = {d: where.tp + tp * d for d in range(dp)}
     own = {d: rank for d, rank in ranks.items() if ep == 1 or rank // etp % ep == where.ep}
     missing = [name for d in own if (name := f"{path}/layer_wise_optimizer_{d}.pt") not in files]
@@ -93,6 +94,7 @@ def shares_beside(
             "model_optim_rng.pt is one of them alone), or take the model with --state model",
         )
         report_missing(fault, files=missing)
+
     grid = etp * ep
     for d, rank in own.items():
         if f"{path}/layer_wise_optimizer_{d}.pt" in missing:

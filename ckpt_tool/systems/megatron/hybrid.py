@@ -133,6 +133,7 @@ def across(names: Iterable[str], letters: str, *, back: bool) -> dict[str, str]:
     out = dict[str, str]()
     odd = list[str]()
     held = set[int]()
+
     for name in names:
         found = _LAYER.fullmatch(name)
         if found is None:
@@ -153,12 +154,15 @@ def across(names: Iterable[str], letters: str, *, back: bool) -> dict[str, str]:
         else:
             out[name] = f"{found[1]}{place[layer]}.{inside}"
         held.add(layer)
+
     if odd:
         raise _no_place(odd, letters, back=back)
+
     lost = sorted({*of_attention, *of_mlp} - held)
     if lost:
         what = f"the pattern has {len(letters)} layers, and there is no tensor of layer {lost[0]}"
         raise Unfit(what, "give the pattern of this very model")
+
     return out
 
 

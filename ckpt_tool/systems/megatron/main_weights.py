@@ -71,6 +71,7 @@ def as_the_model(tensors: Sequence[LogicalTensor]) -> Fitted:
     casts = dict[TensorKey, DType]()
     gone = list[LogicalTensor]()
     wide = 0
+
     for number, tensor in enumerate(tensors):
         name, state = tensor.key
         if state == MODEL and name in masters:
@@ -85,11 +86,13 @@ def as_the_model(tensors: Sequence[LogicalTensor]) -> Fitted:
             casts[tensor.key] = F32
             wide += 1
         rows.append((number, tensor))
+
     dropped = []
     if gone:
         dropped.append(
             _line(MODEL, "16-bit weights that the fp32 master rounds to are left out, as Megatron-FSDP does", gone)
         )
+
     if masters:
         dropped.append(_line(MASTER, f"{len(masters)} masters are the model, as Megatron-FSDP keeps its main weights"))
     if wide:

@@ -255,9 +255,11 @@ def args_of(stages: Stages, args: Mapping[str, Any] = MappingProxyType({})) -> d
             parted = "|".join(letters[at : at + n] for at, n in zip(begin, counts, strict=True))
             return plain | {name: parted + rest}
         return plain
+
     moved = any(c.mtp for c in stages.chunks[:-1])
     if len(set(counts)) <= 1 and not moved:
         return plain
+
     if not moved and vpp == 1:
         for ends in ((counts[0], None), (None, counts[-1]), (counts[0], counts[-1])):
             if _uneven(layers, pp, 1, *ends) == list(counts):
@@ -265,6 +267,7 @@ def args_of(stages: Stages, args: Mapping[str, Any] = MappingProxyType({})) -> d
                     "decoder_first_pipeline_num_layers": ends[0],
                     "decoder_last_pipeline_num_layers": ends[1],
                 }
+
     parts = [
         ("E" if c.embedding else "") + "t" * c.layers + "m" * c.mtp + ("L" if c.head else "") for c in stages.chunks
     ]

@@ -85,6 +85,7 @@ def decide(wanted: Wanted) -> Decided:
     facts = _complete_facts(stated, model, experts)
     degrees, notes = fit(wanted.wish.degrees.stated(), experts)
     te = alike.te if alike else stated.te
+
     job = MegatronJob(
         facts,
         degrees,
@@ -102,6 +103,7 @@ def decide(wanted: Wanted) -> Decided:
     every = next((shapes[name][0] for name in model if is_vocabulary(name)), None) if rows else None
     if args and facts.layers != stated.layers and facts.layers:
         notes.append(f"args.num_layers becomes {facts.layers}: so many layers are written")
+
     return Decided(
         wanted,
         model,
@@ -197,6 +199,7 @@ def vocabulary_rows(
     }
     if not found:
         return None, None, ()
+
     if len(found) > 1:
         if tp == 1:
             return None, None, ()
@@ -205,10 +208,12 @@ def vocabulary_rows(
             code=VOCAB,
             hint="cut both to the vocabulary's size with --vocab-size N",
         )
+
     (have,) = found
     multiple = check_count(facts.vocab_multiple or 128, have, "rows by make_vocab_size_divisible_by in the arguments")
     real = wanted.wish.vocab_size or check_count(facts.vocab or 0, 16 * have, "rows by vocab_size in the arguments")
     unit = multiple * tp
+
     if isinstance(real, int) and 0 < real:
         need = ceil_div(real, unit) * unit
         rows = max(need, ceil_div(have, unit) * unit) if have < real else need
@@ -227,8 +232,10 @@ def vocabulary_rows(
                 hint="say the tokenizer's size with --vocab-size N",
             )
         rows = high
+
     if rows == have:
         return have, have, ()
+
     if rows < have:
         return (
             rows,
@@ -238,6 +245,7 @@ def vocabulary_rows(
                 "rows of padding beyond are kept next to it, for the way back",
             ),
         )
+
     return rows, have, (f"vocabulary padded with zeros from {have} to {rows} rows for {tp} tensor ranks",)
 
 

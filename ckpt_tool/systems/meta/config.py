@@ -60,10 +60,12 @@ def hub_config(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]])
     rows = shapes.get(first, (params.get("hidden_dim"),))[0]
     if rows is None:
         rows = width(dim, params.get("multiple_of", 256), params.get("ffn_dim_multiplier"))
+
     vocabulary = shapes.get("tok_embeddings.weight", (params.get("vocab_size"),))[0]
     theta = params.get("rope_theta")
     if theta is None:  # what Mistral AI's code takes where the file is silent; Meta's Llama 1 and 2 know no other
         theta = 1000000.0 if (mistral or moe) and params.get("sliding_window") is None else 10000.0
+
     kind = "Mixtral" if moe else "Mistral" if mistral else "Llama"
     config: dict[str, Any] = {
         "architectures": [f"{kind}ForCausalLM"],
@@ -84,12 +86,14 @@ def hub_config(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]])
         config["sliding_window"] = _window(params)
     if moe:
         config |= {name: moe[key] for key, name in _EXPERTS.items() if key in moe}
+
     if params.get("use_scaled_rope"):
         config |= {"rope_scaling": dict(_SCALING), "max_position_embeddings": 131072}
     elif isinstance(params.get("max_seq_len"), int):
         config["max_position_embeddings"] = params["max_seq_len"]
     elif theta == 500000.0:
         config["max_position_embeddings"] = 8192
+
     if vocabulary == LLAMA3_VOCABULARY:
         config |= {"bos_token_id": 128000, "eos_token_id": 128001}
     return {key: value for key, value in config.items() if value is not None or key == "sliding_window"}
@@ -119,6 +123,7 @@ def params_of(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             faults=odd[1:],
             hint="give the model's own config.json with --config FILE",
         )
+
     dim = config["hidden_size"]
     rows = config["intermediate_size"]
     heads = config["num_attention_heads"]
@@ -132,6 +137,7 @@ def params_of(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     }
     if isinstance(config.get("vocab_size"), int):
         out["vocab_size"] = config["vocab_size"]
+
     if mistral:
         out |= {"head_dim": head, "hidden_dim": rows}
         if config.get("sliding_window") is not None:
@@ -146,6 +152,7 @@ def params_of(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         )
     else:
         out |= _mlp(dim, rows)
+
     out["norm_eps"] = config.get("rms_norm_eps", 1e-6)
     notes = _rope(config, out)
     if config.get("hidden_act", "silu") != "silu":
@@ -154,6 +161,7 @@ def params_of(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             code=UNSAYABLE,
             hint="write another format",
         )
+
     return out, notes
 
 

@@ -34,22 +34,27 @@ def paddle_config(config: Mapping[str, Any]) -> Translated:
     """The config as Paddle reads it, every value spelled out."""
     if ernie_vision.is_nested(config):
         return Translated(*ernie_vision.flatten_config(config))
+
     kind = kind_of(config)
     facts: ModelClass
     notes: tuple[str, ...]
+
     if kind is None:
         facts = ModelClass("", "")
         notes = (f"{config.get('model_type')!r} is none of our classes: what Paddle takes for unsaid keys may differ",)
     else:
         facts = CLASSES[kind]
         notes = ()
+
     config = sound(config, facts)
     model = ConfigWords(config, facts)
     out: Values = {}
+
     for key in facts.defaults:
         own = facts.keys.get(key, key)
         if (value := model.get(key)) is not None:
             out[own] = value
+
     twins = {name for own in out for name in OTHER_WORDS.get(own, ()) if name not in out}
     out |= {key: value for key, value in config.items() if key not in twins}
     rope = rope_of(config, facts.defaults)
@@ -64,11 +69,13 @@ def paddle_config(config: Mapping[str, Any]) -> Translated:
         out.pop("rope_parameters", None)
         if rope["part"] != 1.0 or "partial_rotary_factor" in facts.defaults:
             out["partial_rotary_factor"] = rope["part"]
+
     if "dtype" in out:
         out["torch_dtype"] = out.pop("dtype")
     if kind is not None:
         out |= facts.paddle
         out["num_key_value_heads"] = model.get("num_key_value_heads") or model.get("num_attention_heads")
+
     if "ahead" in facts.forms:
         out["num_nextn_predict_layers"] = model.get("num_nextn_predict_layers") or 0
     return Translated(out, notes)
@@ -96,28 +103,34 @@ def from_paddle(config: Mapping[str, Any]) -> Translated:
     """The config as transformers reads it."""
     if ernie_vision.is_flat(config):
         return Translated(ernie_vision.nest_config(config), ())
+
     out = dict(config)
     classes = out.get("architectures")
     if isinstance(classes, list):
         plain = [str(each).removesuffix("Fleet").removesuffix("Pipe") for each in classes]
         out["architectures"] = [_as_transformers_has_it(each) for each in plain]
+
     kind = kind_of(out)
     if kind is None:
         return Translated(out, ())
+
     out["model_type"] = kind
     out.setdefault("architectures", [CLASSES[kind].architecture])
     for key, value in CLASSES[kind].paddle_defaults.items():
         if key == "rope_theta" and isinstance(out.get("rope_parameters"), Mapping):
             continue
         out.setdefault(key, value)
+
     scaling = out.get("rope_scaling")
     if isinstance(scaling, Mapping) and scaling.get("rope_type", scaling.get("type")) == "default":
         del out["rope_scaling"]
+
     if "rope_scaling" in CLASSES[kind].defaults and not out.get("rope_scaling") and "rope_parameters" not in out:
         out["rope_parameters"] = {
             "rope_type": "default",
             "rope_theta": out.get("rope_theta"),
         }  # or the class takes its own
+
     for key in VERSIONS:
         out.pop(key, None)
     for key in [key for key in out if key.startswith(_JOB)]:

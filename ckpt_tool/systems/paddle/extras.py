@@ -56,18 +56,21 @@ def read_extras(tree: Tree) -> Beside:
     tensors: dict[TensorKey, LogicalTensor] = {}
     files = list[str]()
     unsafe = list[str]()
+
     if EXTRAS_FILE in names:
         files.append(EXTRAS_FILE)
         value = from_json(parse(tree.read_whole(EXTRAS_FILE, limit=LIMIT), path=tree.display(EXTRAS_FILE)))
         if not isinstance(value, dict):
             raise CorruptFile("no object", code=CODE, path=tree.display(EXTRAS_FILE), hint="the file was edited")
         extras |= value
+
     if EXTRAS_TENSORS in names:
         files.append(EXTRAS_TENSORS)
         header = read_header(tree, EXTRAS_TENSORS)
         for row, name in enumerate(header.names):
             key = TensorKey(name, EXTRAS)
             tensors[key] = simple_tensor(key, header.stored(row))
+
     for what in PICKLED:
         file = f"{what}.pdparams"
         if file not in names:
@@ -81,6 +84,7 @@ def read_extras(tree: Tree) -> Beside:
             key = TensorKey(".".join([what, *map(str, saved.path)]), EXTRAS)
             chunks = chunks_of(saved, whole(saved.shape))
             tensors[key] = LogicalTensor(key, saved.shape, saved.dtype, chunks)
+
     return Beside(extras, tensors, tuple(files), tuple(unsafe))
 
 

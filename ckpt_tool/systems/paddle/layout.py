@@ -94,6 +94,7 @@ def degrees_of(wanted: Wanted, experts: int, notes: list[str]) -> JobDegrees:
                 code=LACKS,
                 hint=f"the nearest that it takes is --{name} 1",
             )
+
     zero = wanted.wish.zero
     if ep > 1:
         dp = _fit_data_ranks(tp, ep, dp, experts, notes)
@@ -106,6 +107,7 @@ def degrees_of(wanted: Wanted, experts: int, notes: list[str]) -> JobDegrees:
         sharding = dp
     else:
         sharding = 1 if zero == 0 else dp if zero else _inherit_sharding(wanted, dp)
+
     wish = wanted.wish.of(PaddleOptions).sharding or paddle_hints(wanted).sharding or (V2 if ep > 1 else V1)
     if sharding == 1 and wanted.wish.of(PaddleOptions).sharding:
         notes.append(nothing_shared(wish))
@@ -452,12 +454,14 @@ def settle(wanted: Wanted) -> LaidParameter:
     degrees = degrees_of(wanted, experts_in(names), notes)
     if degrees.ep == 1 and all(state in (MODEL, EMA) for states in rows.values() for state in states):
         degrees = degrees._replace(sharding=1, version="")  # there is nothing to share
+
     stages = stages_of(items, degrees.pp, wanted.wish.pp_split, own.counts or ())
     if stages.method == "uniform":
         notes.append(
             f"{items.layers} decoder layers do not divide by {degrees.pp} stages: cut as Paddle's uniform method does, "
             f"{', '.join(map(str, stages.counts))}"
         )
+
     by_tensor = experts_by_tensor(experts_in(names), degrees, config)
     holders = degrees.tp if by_tensor else degrees.ep
     parameters = parameters_of(names, rows, stages, config, own.names or {}, holders)
@@ -466,7 +470,9 @@ def settle(wanted: Wanted) -> LaidParameter:
     if degrees.version == V1 and degrees.ep > 1:
         notes.append("sharding v1 with expert ranks: experts are dealt to owners inside their own sharding group")
         laid.notes = tuple(notes)
+
     for rank in laid.degrees.ranks():  # every cut is tried before anything is laid out
         if rank.shard == 0 or rank.ep:
             laid.blocks(rank)
+
     return laid

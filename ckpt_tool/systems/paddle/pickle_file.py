@@ -195,6 +195,7 @@ def read_paddle(tree: Tree, name: str) -> PaddleContent:
     table: dict[Any, Any] = {}
     slices: dict[Any, Any] = {}
     has_table = False
+
     if isinstance(value, dict):
         value = dict(value)
         has_table = TABLE in value
@@ -203,6 +204,7 @@ def read_paddle(tree: Tree, name: str) -> PaddleContent:
         extras = reading.part(value, ())
     else:
         extras = reading.part({"value": value}, ())
+
     leaves = _join_slices(_name_leaves(reading.leaves, table), slices, shown)
     _refuse_lost(leaves, table, shown)
     return PaddleContent(
@@ -266,12 +268,15 @@ class _PaddleTensorWalk:
         """What is left of `value` without its tensors: `SLOT` where one was."""
         if len(path) > DEPTH_LIMIT:
             raise _malformed_error(f"the state nests deeper than {DEPTH_LIMIT} levels", self.shown)
+
         if isinstance(value, NumpyArray):
             self._leaf(value, "", path)
             return SLOT
+
         if type(value) is tuple and len(value) == 2 and type(value[0]) is str and isinstance(value[1], NumpyArray):
             self._leaf(value[1], value[0], path)
             return SLOT
+
         if isinstance(value, dict):
             kept = {}
             for key, item in value.items():
@@ -284,9 +289,11 @@ class _PaddleTensorWalk:
                 if left is not SLOT and left is not _GONE:
                     kept[as_extras(key)] = left
             return kept if kept or not value else _GONE
+
         if isinstance(value, list | tuple):
             items = [SLOT if (left := self.part(item, (*path, i))) is _GONE else left for i, item in enumerate(value)]
             return tuple(items) if isinstance(value, tuple) else items
+
         self._refuse_hanging(value, path)
         return as_extras(value)
 
@@ -383,9 +390,11 @@ def _join_slices(leaves: list[Saved], slices: Mapping[Any, Any], shown: str) -> 
     """The leaves with the parts of sliced arrays under their key, where the first part stood."""
     if not slices:
         return leaves
+
     by_key = {saved.path: saved for saved in leaves}
     first: dict[Path, Saved] = {}
     gone: set[Path] = set()
+
     for key, info in slices.items():
         names = info.get("slices") if isinstance(info, dict) else None
         shape = info.get("OriginShape") if isinstance(info, dict) else None
@@ -408,6 +417,7 @@ def _join_slices(leaves: list[Saved], slices: Mapping[Any, Any], shown: str) -> 
         arrays = tuple(a._replace(shape=(a.numel,), strides=None) for part in parts for a in part.parts)
         first[paths[0]] = Saved((str(key),), parts[0].name, shape, parts[0].dtype, arrays)
         gone |= set(paths)
+
     return [first.get(saved.path, saved) for saved in leaves if saved.path in first or saved.path not in gone]
 
 

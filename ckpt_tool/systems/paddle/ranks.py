@@ -298,10 +298,12 @@ def read_meta(tree: Tree) -> Meta:
     InconsistentCheckpoint E1312 for numbers that can't be of one job."""
     if tree.single is not None:
         return Meta()
+
     names = tree.names()
     raw: dict[str, tuple[Any, str]] = {}
     files = []
     degrees: dict[str, int] = {}
+
     if NAME in names:
         files.append(NAME)
         shown = tree.display(NAME)
@@ -309,11 +311,13 @@ def read_meta(tree: Tree) -> Meta:
         degrees = _degrees(_mapping(whole, "parallel_config", shown), shown)
         for key, value in (_mapping(whole, "sharding_metas", shown) if whole.get("sharding_metas") else {}).items():
             raw[key] = (value, f"{shown}, /sharding_metas/{key}")
+
     for name in names:
         found = _OLD.fullmatch(name)
         if found and found[1] not in raw:
             files.append(name)
             raw[found[1]] = (parse(tree.read_whole(name, limit=LIMIT), path=tree.display(name)), tree.display(name))
+
     stages = {}
     for key, (value, shown) in raw.items():
         found = _KEY.fullmatch(key)
@@ -321,6 +325,7 @@ def read_meta(tree: Tree) -> Meta:
             raise _malformed_error(f"a key {key[:60]!r}, want tpTT_ppPP or tpTT_ppPP_epEE", shown)
         at = (int(found[1]), int(found[2]), int(found[3] or 0))
         stages[at] = _stage(value, shown, degrees.get("sharding"))
+
     meta = Meta(degrees, stages, tuple(files))
     _check_degrees(meta, tree.display(NAME))
     return meta
@@ -418,8 +423,10 @@ def _check_degrees(meta: Meta, shown: str) -> None:
             path=shown,
             hint="the file was edited: both products are the ranks of a stage",
         )
+
     if not meta.stages or not meta.degrees:
         return
+
     experts = any(at[2] for at in meta.stages)
     want = {
         (t, p, e)

@@ -337,6 +337,7 @@ def parse_index(document: object, path: str) -> ShardedIndex:
     top = Fields(document, path)
     if top["ckpt_format"].text() != "sharded":
         raise top["ckpt_format"].fault('"sharded"')
+
     version = top["ckpt_version"].whole(1)
     if version > VERSION:
         raise UnknownFormat(
@@ -346,6 +347,7 @@ def parse_index(document: object, path: str) -> ShardedIndex:
             place="/ckpt_version",
             hint="update ckpt",
         )
+
     mesh = Mesh.of(**top["mesh"].coords())
     placements = tuple(_parse_placement(item, mesh) for item in top["placements"].each())
     tensor_by_case: dict[Case, IndexTensor] = {}
@@ -356,6 +358,7 @@ def parse_index(document: object, path: str) -> ShardedIndex:
         for name, item in names.items()
     }
     fallbacks = tuple(_plain_object(item) for item in top["fallbacks"].each())
+
     index = ShardedIndex(
         mesh=mesh,
         files=files,
@@ -375,6 +378,7 @@ def parse_index(document: object, path: str) -> ShardedIndex:
             place="/save",
             hint="the index was edited or damaged: take it from the original save",
         )
+
     return index
 
 

@@ -93,6 +93,7 @@ class UniversalReader:
         opened = read_by_file((path for found in folders.values() for path in found.values()), self._open)
         for name, found in folders.items():
             self.params[name] = self._param(name, {state: opened[path] for state, path in found.items()}, found)
+
         self._whole(record)
         self._states(record)
         groups, steps = self._groups(state)
@@ -100,6 +101,7 @@ class UniversalReader:
         tensors, unread = set_apart(self.tensors)
         checked = checksums.missing(self.tree, tensors.values(), required=required)
         unopened = [*files.model.values(), *files.model3.values()]  # a stage's own, without tensors, or a copy
+
         return Catalog(
             "deepspeed-universal",
             tensors=tensors,
@@ -159,12 +161,14 @@ class UniversalReader:
         of_rank = {data: name for (data, model), name in sorted(files.model3.items()) if model == 0}
         if not names:
             names = [name for (data, _), name in sorted(files.model3.items()) if data == 0]
+
         if not names or (record is not None and not files.model):  # in ours the stage 3 file has no tensors
             raise lost(
                 f"no {'mp_rank_00' if names else '*'}_model_states.pt is next to zero/",
                 self.tree.display(),
                 "copy the module files of the checkpoint into this folder: DeepSpeed reads its counters from them",
             )
+
         try:
             first, *others = modules = read_each(names, self._module_file)
         except InputError:
@@ -172,12 +176,14 @@ class UniversalReader:
                 dict.fromkeys((*names, *of_rank.values())), self._module_file
             )  # names those of the other ranks too
             raise
+
         self._check_one_save(first, others)
         for file in modules:
             self.shapes += [{} for _ in range(len(self.shapes), len(file.shapes or ()))]
             for mine, group in zip(self.shapes, file.shapes or (), strict=False):
                 mine |= group
             self.shared |= file.shared
+
         self.values = first.values
         self.buffers = first.buffers
         sliced = len(names) > 1 and any(file.module for file in modules)
@@ -189,9 +195,11 @@ class UniversalReader:
                     "below zero/ are whole (write them as the model with --as-model master)",
                 )
             )
+
         self._module(first, sliced=sliced)
         if of_rank and first.frozen and first.fragments:
             self._frozen_shares(first, of_rank)
+
         for name, array in (
             first.fragments.items() if not of_rank else ()
         ):  # stage 2 keeps them whole, in the module too
@@ -326,6 +334,7 @@ class UniversalReader:
         order = [name for name in shapes if name in self.params]
         order += [name for name in self.params if name not in shapes]
         copies = []
+
         for state in dict.fromkeys(["fp32", *(s for name in order for s in self.params[name].arrays)]):
             for name in order:
                 array = self.params[name].arrays.get(state)
@@ -343,6 +352,7 @@ class UniversalReader:
                 self.tensors[key] = _shape_tensor(
                     key, array, shape if shape is not None else self._own_shape(name, array)
                 )
+
         if copies:
             self.notes.append(
                 Note(
@@ -399,14 +409,17 @@ class UniversalReader:
         if record is not None:
             values = {key: item for key, item in values.items() if key not in record.made}
             return {**values, **record.extras}
+
         stated = state.extras if isinstance(state.extras, dict) else {}
         rest = {key: plain(item) for key, item in stated.items() if key not in OPTIMIZER_LAYOUT | {"param_groups", KEY}}
         if rest.get("ds_version") == values.get("ds_version"):
             rest.pop("ds_version", None)
+
         stage = stated.get("zero_stage")
         number = stage.args[0] if isinstance(stage, Symbol) and stage.args else stage
         trained = {name for group in self.shapes for name in group}
         model = [key.name for key in self.tensors if key.state == MODEL]
+
         described = Described(
             zero_stage=number if type(number) is int and number in (0, 1, 2, 3) else 1,
             plain_bf16="zero_stage" not in stated,

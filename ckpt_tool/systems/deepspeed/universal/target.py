@@ -108,6 +108,7 @@ class _UniversalWriter:
         tensors = self.wanted.tensors
         model = {tensor.key.name: row for row, tensor in enumerate(tensors) if tensor.key.state == MODEL}
         shapes = {tensor.key.name: tensor.shape for tensor in tensors if tensor.key.state in (MODEL, MASTER)}
+
         for row, tensor in enumerate(tensors):
             name, state = tensor.key
             odd = state != STEP and tensor.shape != shapes.get(name, tensor.shape)  # Paddle's powers of beta: [1]
@@ -115,10 +116,12 @@ class _UniversalWriter:
                 self.beside.append(row)
             else:
                 self.folders.setdefault(name, {})["fp32" if state == MASTER else state] = row
+
         if not self.folders:  # weights alone: which are parameters and which buffers stands nowhere
             described = self.described or Described()
             known = {*described.buffers, *described.shared, *described.frozen}
             self.folders = {name: {} for name in model if name not in known}
+
         self.repeats = [name for name, rows in self.folders.items() if "fp32" not in rows and name in model]
         bare = [name for name, rows in self.folders.items() if "fp32" not in rows and name not in model]
         if bare:
@@ -129,6 +132,7 @@ class _UniversalWriter:
                 faults=bare[1:SHOWN],
                 hint="take the model or the master weights along (--state), or drop these states",
             )
+
         for name, rows in self.folders.items():
             rows["fp32"] = rows.pop("fp32") if "fp32" in rows else model[name]
 
@@ -142,11 +146,13 @@ class _UniversalWriter:
             step = scalars.get(STEP, stated.get(STEP))
             options = {key: item for key, item in stated.items() if key not in ("params", "param_names")}
             out.append(_Group(options, names, step if type(step) in (int, float) else None))
+
         rest = [name for name in self.folders if name not in taken]
         if not isinstance(self.extras.get("lr_scheduler"), Mapping):
             self.notes.append(
                 "no lr_scheduler in the source: a job that has one must load with load_lr_scheduler_states=False"
             )
+
         if not out:
             self.notes.append("no optimizer options in the source: the job's own configuration counts")
         elif len(out) > 1 and rest and not taken:
@@ -159,6 +165,7 @@ class _UniversalWriter:
                 f"{len(rest)} parameters are in no param_groups of the source, such as {rest[0]}: they are listed in "
                 "the first group; a job gives each the options of its own group of that number"
             )
+
         out = out or [_Group()]
         out[0].names += rest
         return out

@@ -173,15 +173,18 @@ class Module:
                     what = f"{name[:200]} is in the files of two MoE layers, or twice in those of one"
                     raise disagree(what, shown, name[:200], hint)
                 self._add(name, array)
+
         numbers: dict[str, int] = {}
         for name in (*self.arrays, *self.trained):
             if found := expert_name_of(name):
                 numbers[found.layer] = max(numbers.get(found.layer, 0), found.number + 1)
+
         stated = self.modules[min(self.modules)].values.get("num_experts")
         for number, prefix in self.moe.items():
             count = stated[number] if isinstance(stated, list) and number < len(stated) else 0
             if type(count) is int and 0 < count < 1 << 20:
                 numbers[prefix] = max(numbers.get(prefix, 0), count)
+
         layers = {prefix: number for number, prefix in self.moe.items()}
         absent = {
             EXPERT.format(layer=layers.get(prefix, 0), expert=expert, model=0): f"{prefix}{expert}"

@@ -78,23 +78,28 @@ def of_modules(files: Sequence[ModuleFile], model: Arrays) -> PlainOptimizer:
     sizes = [len(part.groups) for part in parts if part.groups]
     if not groups:
         return PlainOptimizer({}, None, [], [])
+
     if len(set(sizes)) > 1:
         what = f"the stages have {sizes[:8]} parameter groups, want as many in each"
         raise disagree(what, files[0].path)
+
     count = sizes[0]
     merged = [{"params": [n for group in groups[g::count] for n in group["params"]]} for g in range(count)]
     if count == 1 and all(isinstance(group.get("param_names"), list) for group in groups):
         merged[0]["param_names"] = [name for group in groups for name in group["param_names"]]
     elif len(files) == 1:
         merged = groups
+
     found = _align(merged, entries, model)
     if not found.names and len(files) > 1:
         what = f"a pipeline without ZeRO whose optimizers can't be given names: {found.why}"
         raise refused(what, files[0].path, _RESUME)
+
     note = Note("N-optimizer-ids", f"the optimizer's numbers are named {found.why}", files[0].path)
     if not found.names:
         what = f"the optimizer's parameters keep their numbers for names: {found.why}"
         note = Note("W-optimizer-ids", what, files[0].path)
+
     names = {number: found.names.get(number, str(number)) for group in merged for number in group["params"]}
     held = {TensorKey(names[entry.number], entry.state): [entry.array] for entry in entries}
     options = [
@@ -124,9 +129,11 @@ def of_experts(files: Mapping[int, ModuleFile], dense: Arrays, experts: Arrays, 
             "every expert rank writes its own: fetch all expp_rank_* files",
             faults=absent[8:],
         )
+
     owners = {name: e.number // each[e.layer] for name in experts if (e := expert_name_of(name))}
     held: dict[TensorKey, list[StoredArray]] = {}
     names: list[dict[str, None]] = [{} for _ in parts[0].groups]
+
     for rank, part in parts.items():
         path = files[rank].path
         if len(names) != len(part.groups):
@@ -136,6 +143,7 @@ def of_experts(files: Mapping[int, ModuleFile], dense: Arrays, experts: Arrays, 
             held.setdefault(TensorKey(named[entry.number], entry.state), []).append(entry.array)
         for group, so_far in zip(part.groups, names, strict=True):
             so_far |= dict.fromkeys(named[n] for n in group["params"])
+
     options = [{**_bare(group), "params": [*mine]} for group, mine in zip(parts[0].groups, names, strict=True)]
     return PlainOptimizer(_tensors(held, shown), _options(options, list(parts.values()), held), [], [])
 

@@ -93,6 +93,7 @@ class Peft:
         names = tree.names()
         if is_mlx(config):
             return self._read_mlx(tree, config)
+
         if SAFE not in names and BIN not in names:
             raise Incomplete(
                 f"neither {SAFE} nor {BIN} is here",
@@ -100,6 +101,7 @@ class Peft:
                 path=tree.display(),
                 hint="fetch the weights into the folder of the config",
             )
+
         file = SAFE if SAFE in names else BIN
         sidefiles = hf_files.side_files(tree)
         trained = trained_files(names)
@@ -108,18 +110,21 @@ class Peft:
         tensors: Mapping[TensorKey, LogicalTensor]
         unsafe: tuple[str, ...] = ()
         unread: tuple[Unread, ...] = ()
+
         if file == SAFE:
             header = read_header(tree, SAFE, lenient=options.lenient)
             notes += tuple(Note(warning_code(warning), warning, SAFE) for warning in header.warnings)
             tensors = HeaderTable([header])
         else:
             tensors, unread, unsafe = read_state_dict(tree, BIN)
+
         for beside in trained:
             more, more_unread, more_unsafe = read_trained(tree, beside, lenient=options.lenient)
             tensors = join_tensors(tensors, more, beside, tree.display())
             unread += more_unread
             unsafe += more_unsafe
             notes += (Note("W-trained", f"{beside}: {len(more)} weights trained in full, read with the adapter"),)
+
         notes += _notes(unread) if unread else ()
         return Catalog(
             self.name,

@@ -214,9 +214,11 @@ def _read(tree: Tree, chosen: FileSet, *, lenient: bool, forced: bool) -> Catalo
         notes += found
     else:
         headers = _read_headers(tree, chosen.files, lenient=lenient)
+
     notes += [Note(warning_code(warning), warning, header.path) for header in headers for warning in header.warnings]
     tensors: Mapping[TensorKey, LogicalTensor]
     unread: tuple[Unread, ...] = ()
+
     if chosen.kind == "ranks" or any(hf_shards.INFO in header.metadata for header in headers):
         tensors, found = _gather(tree, headers, lenient=lenient)
         notes += found
@@ -229,6 +231,7 @@ def _read(tree: Tree, chosen: FileSet, *, lenient: bool, forced: bool) -> Catalo
         if has_average(headers):
             tensors, unread, found = sort_averages_out(tensors)
             notes += found
+
     files = ((chosen.index,) if chosen.index else ()) + tuple(header.path for header in headers)
     sidefiles = _sidefiles(tree, chosen)
     stems = {name for name in STEMS[1:] if files and files[-1].startswith(name)}
@@ -269,18 +272,21 @@ def _read_indexed(tree: Tree, path: str, *, lenient: bool, forced: bool) -> tupl
     index = read_index(tree, path)
     if DELTA in index.metadata and not forced:
         raise _delta(tree, path)
+
     missing = _refuse_missing(tree, index)
     shards = dict(index.shards)
     metadata = index.metadata
     total = len(index)
     for file in missing:
         del shards[file]
+
     del index  # its names go file by file as the headers' come, so that both never lie in memory whole
     headers: list[SafetensorsHeader] = []
     faults: list[CkptError] = []
     absent: list[tuple[str, str]] = []  # (tensor, file that should hold it)
     strangers: list[tuple[str, str]] = []  # (tensor, file that holds it unasked)
     tree.expect((file, 0, min(tree.size(file), 64 << 10)) for file in sorted(shards))
+
     for file in sorted(shards):
         column = shards.pop(file)
         try:
@@ -297,10 +303,12 @@ def _read_indexed(tree: Tree, path: str, *, lenient: bool, forced: bool) -> tupl
             absent += [(name.decode(), file) for name in sorted(wanted.difference(have))]
             strangers += [(name.decode(), file) for name in have if name not in wanted]
             headers[-1] = header.keep(name in wanted for name in have)
+
     if faults:
         raise together(faults)
     if absent:
         report_missing(_absent(tree, absent, total), tensors={TensorKey(name): None for name, _ in absent})
+
     complete = not strangers and not missing and not absent
     notes = _total_size(path, metadata.get("total_size"), headers, whole=complete)
     if strangers:

@@ -106,6 +106,7 @@ def gather(
         if strangers:
             some = ", ".join(sorted(strangers)[:5])
             notes.append(Note("W-sharding-info", f"{INFO} names tensors that are not in the file: {some}", header.path))
+
     again = list(_held_twice(parts))
     if again and not lenient:
         name, path, what = again[0]
@@ -119,6 +120,7 @@ def gather(
             "saved twice on"
             " purpose, --lenient",
         )
+
     notes += [Note("N-copied-file", line, path, name) for name, path, line in again]
     return PartTable(parts), (*notes, *_maybe_missing(parts))
 

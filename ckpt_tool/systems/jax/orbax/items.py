@@ -185,6 +185,7 @@ def chosen_step(tree: Tree) -> OrbaxStep:
     found = steps(tree)
     if len(found) == 1:
         return found[0]
+
     if not found and any(TEMPORARY in path for path in tree.listing()):
         raise Incomplete(
             "the save did not finish: its folder still has a temporary name",
@@ -192,6 +193,7 @@ def chosen_step(tree: Tree) -> OrbaxStep:
             path=tree.display(),
             hint="pass another step; the job that wrote it was stopped on the way",
         )
+
     lost = lost_items(tree) if not found else []
     if lost:
         raise Unexplained(
@@ -201,6 +203,7 @@ def chosen_step(tree: Tree) -> OrbaxStep:
             faults=[f"{folder}{METADATA} is missing" for folder in lost[1:50]],
             hint="fetch it from where the job wrote it, or take another step",
         )
+
     if not found:
         raise UnknownFormat(
             f"no {METADATA}: this is no Orbax checkpoint",
@@ -208,6 +211,7 @@ def chosen_step(tree: Tree) -> OrbaxStep:
             path=tree.display(),
             hint=f"pass the folder that holds {METADATA}, or the step that holds it",
         )
+
     names = sorted((step.folder.rstrip("/") for step in found), key=lambda name: (_number(name), name))
     raise several_steps(tree.display(), list(map(tree.display, names)))
 

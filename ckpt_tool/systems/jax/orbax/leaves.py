@@ -74,13 +74,16 @@ def fitted(tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], hints: H
     scalars = [tensor for tensor in tensors if tensor.key.state == EXTRAS and _is_scalar(tensor.shape, tensor.dtype)]
     unlisted = tuple(tensor.key for tensor in scalars)
     dropped = list[dict[str, Any]]()
+
     if scalars:
         nbytes = sum(tensor.nbytes for tensor in scalars)
         reason = "scalars, which are read back as plain values"
         dropped.append({"state": EXTRAS, "tensors": len(scalars), "bytes": nbytes, "reason": reason})
+
     steps = [(i, tensor) for i, tensor in rows if tensor.key.state == STEP]
     if not steps:
         return Fitted(tuple(rows), dropped=tuple(dropped), unlisted=unlisted)
+
     rest = [row for row in rows if row[1].key.state != STEP]
     nbytes = sum(tensor.nbytes for _, tensor in steps)
     count = (hints.get(Trees) or OPTAX).count
@@ -88,6 +91,7 @@ def fitted(tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], hints: H
     if _value_at(extras, count) is not _GONE:
         dropped.append({**entry, "reason": "the optimizer's own count says it for all"})
         return Fitted(tuple(rest), dropped=tuple(dropped), unlisted=unlisted)
+
     index, first = steps[0]
     odd = next((each for _, each in steps if each.numel != 1 or each.dtype != first.dtype), None)
     if odd is not None:
@@ -97,6 +101,7 @@ def fitted(tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], hints: H
             key=str(odd.key),
             hint="leave them out with --drop step, or write another format",
         )
+
     of_each = (
         Chunk(chunk.box, chunk.array, chunk.within, n) for n, (_, row) in enumerate(steps) for chunk in row.chunks
     )
@@ -150,6 +155,7 @@ def _rows(wanted: Wanted, hint: Trees, extras: Mapping[str, Any], *, known: bool
     places = {tensor.path: n for n, tensor in enumerate(wanted.tensors) if tensor.path in known_rows}
     rows: list[LeafRow] = []
     used = set[Path]()
+
     for path, (kind, dtype) in known_rows.items():
         if path in places:
             rows.append(LeafRow(path, _ARRAY, places[path]))
@@ -158,15 +164,18 @@ def _rows(wanted: Wanted, hint: Trees, extras: Mapping[str, Any], *, known: bool
         elif (value := _value_at(extras, path)) is not _GONE and (row := _plain(path, value, dtype, kind)) is not None:
             rows.append(row)
             used.add(path)
+
     placed = set(places.values())
     names = {(tensor.key.state, tensor.key.name) for tensor in wanted.tensors}
     moments = False
+
     for number, tensor in enumerate(wanted.tensors):
         if number in placed:
             continue
         path = hint.count if tensor.key.state == STEP else _path(tensor.key, hint, names)
         moments |= path[: len(hint.optimizer)] == hint.optimizer
         rows.append(LeafRow(path, _ARRAY, number))
+
     left_out: list[str] = []
     spelled = {tuple(map(str, path)) for path in used}
     for path, value in _leaves(extras, ()):
@@ -178,10 +187,12 @@ def _rows(wanted: Wanted, hint: Trees, extras: Mapping[str, Any], *, known: bool
             left_out.append(".".join(map(str, path)))
         else:
             rows.append(row)
+
     if moments and not known:
         hung = {tuple(map(str, row.path[:2])) for row in rows}
         empty = ((hint.optimizer[0], n) for n in (1, 2))
         rows += [LeafRow(path, "None", None) for path in empty if tuple(map(str, path)) not in hung]
+
     return rows, left_out
 
 
@@ -199,6 +210,7 @@ def _check(rows: Sequence[LeafRow], wanted: Wanted) -> None:
     seen: dict[Path, LeafRow] = {}
     branches = {row.path[:n]: row for row in rows for n in range(1, len(row.path))}
     stored: dict[str, LeafRow] = {}
+
     for row in rows:
         other = seen.get(row.path) or branches.get(row.path) or stored.get(row.stored)
         if other is not None:
@@ -209,6 +221,7 @@ def _check(rows: Sequence[LeafRow], wanted: Wanted) -> None:
                 hint="rename one of them, or leave it out with --remove-keys",
             )
         seen[row.path] = stored[row.stored] = row
+
     leaves = [row for row in rows if isinstance(row.value, int | PlainLeaf)]
     tensors = [wanted.tensors[row.value] if isinstance(row.value, int) else None for row in leaves]
     plain = [tensor is None or _is_scalar(tensor.shape, tensor.dtype) for tensor in tensors]

@@ -109,6 +109,7 @@ def name_leaves(paths: Sequence[Path], plain: Sequence[bool]) -> NamedLeaf:
     variables = bool(own) and all(path[-1] == _VALUE and len(path) > len(root) + 1 for path in own)
     if variables:
         paths = [_without_value(path) for path in paths]
+
     model = {path[len(root) :]: i for i, path in enumerate(paths) if path[: len(root)] == root} if root else {}
     side = [_rest(path, 0, root) for path in paths if len(path) > 1 and _side(path)]
     names = {rest: _join_path(rest) for rest in (*model, *side)}
@@ -116,6 +117,7 @@ def name_leaves(paths: Sequence[Path], plain: Sequence[bool]) -> NamedLeaf:
     muon = {path[:-1] for path in paths if path[-1] == _MUON}
     keys: list[TensorKey | None] = []
     optimizer: Path | None = None
+
     for i, path in enumerate(paths):
         found = _key(path, root, names, muon)
         if found is None:
@@ -127,12 +129,14 @@ def name_leaves(paths: Sequence[Path], plain: Sequence[bool]) -> NamedLeaf:
         key, above = found
         keys.append(key)
         optimizer = above if optimizer is None else optimizer
+
     notes, faults = _distinct(keys, paths)
     if not trained:
         tops = ", ".join(list(dict.fromkeys(str(path[0]) for path in paths))[:4])
         notes.append(
             Note("N-bare-model", f"nothing is called params: all arrays are taken for the model, under {tops}")
         )
+
     return NamedLeaf(keys, notes, root, optimizer, variables, faults)
 
 

@@ -92,6 +92,7 @@ def read_tree(tree: Tree, *, lenient: bool = False) -> Catalog:
     extras: dict[Any, Any] = {}
     stored: list[_StoredLeaf] = []
     filled: list[Note] = []
+
     for item in trees:
         prefix = (item.name,) if several else ()
         texts = orbax_items.strings(tree, item)
@@ -101,19 +102,23 @@ def read_tree(tree: Tree, *, lenient: bool = False) -> Catalog:
         for leaf in item.leaves:
             if leaf.kind == STRING:
                 _put(extras, (*prefix, *leaf.path), texts[leaf.stored])
+
     named = name_leaves(
         [each.path for each in stored],
         [each.array.shape == () and each.array.dtype.name in PLAIN for each in stored],
     )
     tensors = {key: each for each, key in zip(stored, named.keys, strict=True) if key is not None}
     unread: list[Unread] = []
+
     for refused, fault in named.faults.items():
         fault.path = fault.path or tree.display(step.folder)
         array = tensors.pop(refused).array
         unread.append(Unread(refused, f"{array.dtype.name} {list(array.shape)}", fault=fault))
+
     for each, key in zip(stored, named.keys, strict=True):
         if key is None:
             _put(extras, each.path, _value(tree, each.array))
+
     extras = _as_lists(extras)
     notes = [*named.notes, *filled, *notes_of(unread)]
     for item in trees:
@@ -121,6 +126,7 @@ def read_tree(tree: Tree, *, lenient: bool = False) -> Catalog:
             first = next(iter(keys))
             what = f"{len(keys)} arrays are keys of a PRNG, such as {first} ({keys[first]})"
             notes.append(Note("N-keys", f"{what}: they are read, and written, as integers: jax.random.wrap_key_data"))
+
     hint = _hint(tree, step, trees, named, extras, notes, {each.path: each.array.dtype.name for each in stored})
     count = _count(stored, named, tensors, notes)
     return Catalog(

@@ -101,21 +101,25 @@ class _Tree:
                 self.values.append(OcdbtNode(self._key(row, ()), row.value.raw))
             elif isinstance(row.value, int):
                 self._array(row, row.value)
+
         told = blake2b(repr([value[:1] + value[2:] for value in self.values]).encode(), digest_size=16).digest()
         names = [
             f"d/{blake2b(told + bytes([n & 255, n >> 8]), digest_size=16).hexdigest()}" for n in range(len(self.ends))
         ]
         node_file = f"d/{blake2b(told + b'nodes', digest_size=16).hexdigest()}"
+
         for name, size, chunks in zip(names, self.ends, self.chunks, strict=True):
             arrays = [
                 TargetArray(at.tensor, at.box, at.offset, None if at.full == at.box.shape else at.full) for at in chunks
             ]
             yield TargetFile(self.folder + name, size, arrays=arrays)
+
         manifest, nodes = encode(names, self.values, told, node_file)
         yield whole_file(self.folder + node_file, nodes)
         yield whole_file(self.folder + MANIFEST, manifest)
         if texts:
             yield whole_file(self.folder + STRINGS, json.dumps(texts).encode())
+
         yield whole_file(self.folder + METADATA, json.dumps(self._metadata(custom)).encode())
 
     def _metadata(self, custom: Any) -> dict[str, Any]:

@@ -70,6 +70,7 @@ def chosen_model(tree: Tree) -> GgufFiles:
         raise UnknownFormat(
             "no file here begins as GGUF does", code="E0393", path=tree.display(), hint="pass the .gguf file"
         )
+
     if len(found) > 1:
         names = [model.files[0] for model in found]
         raise UnknownFormat(
@@ -79,12 +80,14 @@ def chosen_model(tree: Tree) -> GgufFiles:
             faults=names[4:50],
             hint="pass the file of the one that is meant, the first of a split",
         )
+
     missing = []
     for name in found[0].files:
         try:
             tree.size(name)
         except Incomplete:
             missing.append(name)
+
     if missing:
         fault = Incomplete(
             f"{len(missing)} of {len(found[0].files)} files of the split are missing: {missing[0]}",
@@ -95,6 +98,7 @@ def chosen_model(tree: Tree) -> GgufFiles:
         )
         report_missing(fault, files=missing)
         return GgufFiles(tuple(name for name in found[0].files if name not in missing))
+
     return found[0]
 
 

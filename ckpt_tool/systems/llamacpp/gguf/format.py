@@ -86,6 +86,7 @@ class _Gguf:
         if not is_collecting():
             check_split(tree, headers)
         tensors: dict[TensorKey, LogicalTensor] = {}
+
         for header in headers:
             for info in header.tensors:
                 key = TensorKey(info.name)
@@ -100,6 +101,7 @@ class _Gguf:
                         hint="the files come from two splits: fetch all of one",
                     )
                 tensors[key] = simple_tensor(key, array)
+
         return Catalog(
             self.name,
             tensors,

@@ -326,6 +326,7 @@ def _rows(window: _FileFront, count: int) -> list[Info]:
         if max(shape, default=0) >= 1 << 62 or prod(items) * dtype.bits > 8 << 62:
             raise window.fault(f"a shape of {list(shape)[:8]} is out of range", at=begin, key=name[:200])
         rows.append(Info(name, dtype, items, offset))
+
     return rows
 
 

@@ -73,11 +73,13 @@ def gguf_target(wanted: Wanted) -> Target:
             faults=deep[1:50],
             hint="leave them out with --remove-keys, or choose another format",
         )
+
     hint = wanted.hints.get(Pairs)
     pairs = dict(hint.raw) if hint is not None else {}
     groups = _groups(wanted.tensors, wanted.shard_size) if wanted.single is None else [range(len(wanted.tensors))]
     count = len(groups)
     files = []
+
     for number, group in enumerate(groups):
         own = dict(pairs) if number == 0 else {}
         if count > 1:
@@ -85,10 +87,12 @@ def gguf_target(wanted: Wanted) -> Target:
             own |= {key: pair(kind, value) for key, kind, value in values}
         name = wanted.single or (STEM + SUFFIX if count == 1 else split_name(STEM, number, count))
         files.append(_file(name, own, wanted.tensors, group))
+
     copies = list(wanted.side_file_copies())
     notes = []
     if ARCHITECTURE not in pairs:
         notes.append("no architecture is written, and llama.cpp loads no model without: the names are not its own")
+
     long = [tensor.key.name for tensor in wanted.tensors if len(tensor.key.name.encode()) > MOST_NAME]
     if long:
         notes.append(f"{len(long)} names have more than the {MOST_NAME} bytes that llama.cpp takes, such as {long[0]}")

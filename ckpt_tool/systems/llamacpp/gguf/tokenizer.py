@@ -107,6 +107,7 @@ def tokenizer_pairs(files: TokenizerFiles, architecture: str) -> tuple[list[Pair
     size = files.config.get("vocab_size")
     if type(size) is not int or not 0 < size <= MOST:
         return [], [_without("the config states no vocabulary")]
+
     out: list[Pair] = []
     if files.pieces is not None and architecture not in _BPE_ALWAYS and not _is_bpe(files, architecture):
         found = _read_pieces(files, size, architecture)
@@ -120,6 +121,7 @@ def tokenizer_pairs(files: TokenizerFiles, architecture: str) -> tuple[list[Pair
             out += [("tokenizer.ggml.eot_token_id", "UINT32", 107)] if architecture == "gemma" else []
             out.append(("tokenizer.ggml.add_space_prefix", "BOOL", False))
         return out, [_UNIGRAMS] if _is_unigram(files.pieces) else []
+
     model = (files.tokenizer or {}).get("model")
     if not isinstance(model, Mapping):
         return [], [_without("there is no tokenizer.json and no tokenizer.model")]
@@ -127,9 +129,11 @@ def tokenizer_pairs(files: TokenizerFiles, architecture: str) -> tuple[list[Pair
         return _like_pieces(files, model, size)
     if model.get("type") != "BPE" or model.get("byte_fallback"):
         return [], [_without(f"its vocabulary is {model.get('type')}, and there is no tokenizer.model")]
+
     pre = _pre_tokenizer(files.tokenizer or {})
     if pre is None:
         return [], [_without("its pre-tokenizer splits texts by none of the expressions that are known here")]
+
     found = _read_bpe(files, model, size)
     out += [("tokenizer.ggml.model", "STRING", "gpt2"), ("tokenizer.ggml.pre", "STRING", pre)]
     out += [("tokenizer.ggml.tokens", "STRING", found.tokens), ("tokenizer.ggml.token_type", "INT32", found.kinds)]
@@ -339,26 +343,32 @@ def _like_pieces(files: TokenizerFiles, model: Mapping[str, Any], size: int) -> 
     vocab = model.get("vocab")
     if not isinstance(vocab, Mapping) or not _one_line(stated.get("pre_tokenizer")):
         return [], [_without("tokenizer.json splits texts before it merges, and there is no tokenizer.model")]
+
     merged = _scores(vocab, model.get("merges"))
     if merged is None:
         return [], [_without("the merges of tokenizer.json are in no order of scores, and there is no tokenizer.model")]
+
     tokens: list[str | bytes] = [f"[PAD{number}]" for number in range(size)]
     scores = [-1000.0] * size
     kinds = [UNUSED] * size
     special = _named_special(files.settings or {})
+
     for text, number in vocab.items():
         _check_number(number, size, text)
         kind = BYTE if _BYTE.fullmatch(text) else CONTROL if text in special else NORMAL
         tokens[number], scores[number], kinds[number] = text, merged.get(text, -1000.0), kind
+
     for number, text, _ in _list_added(files):
         _check_number(number, size, text)
         if text not in vocab:
             tokens[number], kinds[number] = text, CONTROL if text in special else USER
+
     out: list[Pair] = []
     space = (files.settings or {}).get("add_prefix_space")
     if not isinstance(space, bool):
         space = _prepends(stated.get("normalizer")) or _prepends(stated.get("pre_tokenizer"))
         space = None if space else False  # llama.cpp puts one before a text unless it is said not to
+
     if isinstance(space, bool):
         out.append(("tokenizer.ggml.add_space_prefix", "BOOL", space))
     out += [("tokenizer.ggml.model", "STRING", "llama"), ("tokenizer.ggml.pre", "STRING", "default")]
@@ -435,6 +445,7 @@ def _special(files: TokenizerFiles, size: int | None) -> Iterator[Pair]:
     kinds: tuple[str, ...] = _SPECIAL
     ids = dict[str, int]()
     adds = dict[str, bool]()
+
     if files.tokenizer is not None:
         found = _read_template(files.tokenizer, dict(files.settings or {}))
         adds = found.adds
@@ -442,11 +453,13 @@ def _special(files: TokenizerFiles, size: int | None) -> Iterator[Pair]:
         kinds = (*kinds, *(kind for kind in ("eot", "eom") if f"{kind}_token" in settings))
     else:
         settings = dict(files.settings or {})
+
     texts: dict[Any, Any] = {}
     listed = (files.tokenizer or {}).get("added_tokens")
     for entry in listed if isinstance(listed, list) else ():
         if isinstance(entry, Mapping) and isinstance(entry.get("content"), str):
             texts.setdefault(entry["content"], entry.get("id"))
+
     for kind in kinds if files.settings is not None else ():
         if isinstance(settings.get(f"add_{kind}_token"), bool):
             adds.setdefault(kind, settings[f"add_{kind}_token"])
@@ -454,6 +467,7 @@ def _special(files: TokenizerFiles, size: int | None) -> Iterator[Pair]:
         text = word.get("content") if isinstance(word, Mapping) else word
         if isinstance(text, str):
             _note(ids, kind, texts.get(text), size)
+
     for kind in kinds:
         _note(ids, kind, files.config.get(f"{kind}_token_id"), size)
     yield from ((f"tokenizer.ggml.{_IDS[kind]}_token_id", "UINT32", ids[kind]) for kind in ids if kind in _IDS)

@@ -193,6 +193,7 @@ def _write_pieces(stated: Mapping[str, Any], vocabulary: _TokenTable) -> tuple[d
         raise _Unfit(
             f"the piece of number {long} has {len(vocabulary.tokens[long])} characters, want at most {LONGEST}"
         )
+
     ways = [(scores[n], pair) for text, n in whole.items() for pair in map(" ".join, ways_to_make(text, whole))]
     ways.sort(key=lambda way: way[0], reverse=True)
     unknown = next((text for text, n in numbers.items() if kinds[n] == UNKNOWN), None)
@@ -203,6 +204,7 @@ def _write_pieces(stated: Mapping[str, Any], vocabulary: _TokenTable) -> tuple[d
     space = stated.get("tokenizer.ggml.add_space_prefix", True)
     if not isinstance(space, bool):
         raise _Unfit("tokenizer.ggml.add_space_prefix is no truth value")
+
     steps: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
     made["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}] * space + steps}
     made["pre_tokenizer"] = None

@@ -99,6 +99,7 @@ class _MegatronFsdpReading:
                 self._other(tensor)
             else:
                 self._part(key, tensor)
+
         extras = self.state.extras.finished()
         facts = facts_of(arguments(extras))
         tensors = self._tensors()
@@ -113,6 +114,7 @@ class _MegatronFsdpReading:
         if half := half_of(extras, tensors.values()):
             message = f"the model are the optimizer's fp32 main weights, the job computes in {half}: --dtype {half}"
             self.notes.append(Note("N-main-weights", f"{message} writes what it computed with"))
+
         return Catalog(
             "megatron-fsdp",
             tensors=tensors,

@@ -131,6 +131,7 @@ class _MegatronFsdpWriting:
             and self.wanted.wish.of(MegatronOptions).spec is None
         ):
             return own
+
         grouped = self.facts.container == names.TE_GROUPED
         halves = self.args.get("swiglu", True) is not False
         half = "bf16" not in self.args or bool(self.args.get("bf16") or self.args.get("fp16"))
@@ -139,6 +140,7 @@ class _MegatronFsdpWriting:
             self.notes.append(
                 f"MTP's inner layer is {MTP_INNER}, as core 0.19 asks for it: newer ones ask for transformer_layer"
             )
+
         return FsdpHints(
             WRAPPER,
             WRAPPER * (3 if half else 2),  # of Megatron's FSDP and of its adapter, and Float16Module
@@ -308,6 +310,7 @@ class _MegatronFsdpWriting:
         if dim is None or 0 in stored.shape or stored.shape[dim] % size:
             dim = None
             size = 1
+
         first = etp * (expert.expert // max(self.experts // ep, 1)) if expert else 0
         inner, shards = (etp * ep, max(tp * data // (etp * ep), 1)) if expert else (tp, data)
         for rank in range(size):
@@ -318,6 +321,7 @@ class _MegatronFsdpWriting:
                         inside = shared.translate(at.offset, sign=-1).translate(source.offset)
                         kept = inside & true or Box(true.offset, (0,) * len(true.shape))
                         yield StoredItem(kept, shared.offset, shared.shape, first + rank + inner * shard)
+
         if 0 in stored.shape:
             yield StoredItem(stored.moves[0][1], (0,) * len(stored.shape), stored.shape, first)
 

@@ -70,6 +70,7 @@ def read_files(tree: Tree, alpha: float | None = None) -> Catalog:
             path=tree.display(next(iter(files))),
             hint="fetch the files again, or name what they are with --from",
         )
+
     hints = LoraHints({}, _config(tree))
     facts = facts_of(hints.arguments)
     degrees = _degrees(tree, files, facts, known=bool(hints.model))
@@ -78,10 +79,12 @@ def read_files(tree: Tree, alpha: float | None = None) -> Catalog:
     held = [(rank, ranks[rank.path]) for rank in where]
     job = _job(tree, held, facts, degrees, hints)
     out = Gathering()
+
     for rank, arrays in held:
         for name, array in arrays:
             for own, part in _members(job, name, array, rank):
                 out.add(MODEL, own, part)
+
     tensors = out.tensors()
     hints = with_alpha(hints, {key.name: tensor.shape for key, tensor in tensors.items()}, alpha, tree.display())
     notes = list(_notes(tree, hints, known=bool(hints.model)))

@@ -117,6 +117,7 @@ def coordinates(
     _possible(len(folders), degrees)
     out = []
     beyond = []
+
     for path, numbers in folders.items():
         tp = numbers[0]
         pp = 0
@@ -138,6 +139,7 @@ def coordinates(
                 hint="Megatron kept one of them: expert shards are lost (NVIDIA/Megatron-LM#1836); save as torch_dist",
             )
         out.append(MegatronRank(path, tp, pp, ep, etp))
+
     if beyond:
         shown = ", ".join(f"{name} {size}" for name, size in degrees.items() if name in ("tp", "pp", "ep"))
         raise InconsistentCheckpoint(
@@ -147,6 +149,7 @@ def coordinates(
             faults=beyond[1:50],
             hint="folders of another run are among them: keep one run's",
         )
+
     _whole(out, degrees, experts=experts, file=file)
     return out
 
@@ -172,6 +175,7 @@ def _whole(ranks: Iterable[MegatronRank], degrees: Mapping[str, int], *, experts
     wanted = pairs({**degrees, "dp": max(degrees["dp"], degrees["ep"] * degrees["etp"])})
     missing: dict[str, None] = {}
     lost = []
+
     for pp in range(degrees["pp"]):
         for tp in range(degrees["tp"]):
             if (pp, tp) not in dense:
@@ -184,8 +188,10 @@ def _whole(ranks: Iterable[MegatronRank], degrees: Mapping[str, int], *, experts
                     tp = (etp + degrees["etp"] * ep) % degrees["tp"]
                     missing[folder_name(tp, pp, ep, degrees)] = None
                     lost.append(f"expert rank {ep} (tensor rank {etp}) of stage {pp}")
+
     if not missing:
         return
+
     names = list(missing)
     hint = "copy them from where the job wrote them: every rank writes its own"
     if experts and degrees["tp"] > degrees["ep"] * degrees["etp"]:
@@ -195,6 +201,7 @@ def _whole(ranks: Iterable[MegatronRank], degrees: Mapping[str, int], *, experts
         )
     elif degrees["etp"] > degrees["tp"]:
         hint = "Megatron writes expert shards of ETP > TP over each other (NVIDIA/Megatron-LM#1836): save as torch_dist"
+
     fault = Incomplete(
         f"{len(names)} rank folders are missing: {', '.join(names[:8])}",
         code=MISSING,
@@ -244,6 +251,7 @@ def refuse_renamed(
     known = [(rank, args, args.get("rank"), args.get("world_size")) for rank, args in ranks]
     if len({number for _, _, number, _ in known if type(number) is int}) < 2 and len(known) > 1:
         return
+
     tp, pp, cp, ep, etp = (degrees[dim] for dim in ("tp", "pp", "cp", "ep", "etp"))
     faults = []
     for rank, args, number, world in known:
@@ -257,6 +265,7 @@ def refuse_renamed(
         if inside[1:4] != rank[1:4]:
             others = [other.path for other, _, theirs, _ in known if theirs == number and other is not rank]
             faults.append((rank, f"{_coordinates(inside, degrees)} (args.rank {number} of {world}{_as(others)})"))
+
     if faults:
         rank, what = faults[0]
         raise InconsistentCheckpoint(

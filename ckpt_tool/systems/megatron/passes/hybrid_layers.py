@@ -92,6 +92,7 @@ def _across(chosen: Chosen, pattern: str, args: Mapping[str, Any], *, back: bool
     except hybrid.Unfit as e:
         message = f"--hybrid-layer-pattern: {e.args[0]}"
         raise UsageError(message, code=FAULT, path=chosen.sources[0].path, hint=e.hint) from e
+
     stored = tuple(_rename_row(row, names) for row in chosen.stored)
     moved = {name: (there,) for name, there in names.items()}
     said = hybrid.changed(args, letters, back=back)

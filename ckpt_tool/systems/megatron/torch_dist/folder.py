@@ -156,6 +156,7 @@ def _hashes(tree: Tree, path: str) -> dict[str, str]:
             path=shown,
             hint="written by another version, or edited: remove it to read without it",
         )
+
     out = {}
     for name, value in files.items():
         safe_relative(name, named_in=shown, place=strict_json.pointer("files", name))
@@ -168,6 +169,7 @@ def _hashes(tree: Tree, path: str) -> dict[str, str]:
                 hint="the manifest was edited or damaged: remove it to read without it",
             )
         out[name] = value.lower()
+
     return out
 
 

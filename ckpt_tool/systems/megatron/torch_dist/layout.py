@@ -95,6 +95,7 @@ class DistLayout:
         for each in self.classes:
             if each.spot.layer is not None:
                 numbers.setdefault(each.spot.stack, []).extend([m.layer for m in each.members if m.layer is not None])
+
         self.counts = {stack: _count(found, "layers") for stack, found in numbers.items()}
         self.layers = max((n for stack, n in self.counts.items() if not names.is_tower(f"{stack}.")), default=0)
         experts = [m.expert for each in self.classes for m in each.members if m.expert is not None]
@@ -116,6 +117,7 @@ class DistLayout:
         alike: dict[tuple[str, str, Shape], str] = {}  # one of each kind: their rules are the same
         for each in self.classes:
             alike.setdefault((each.spot.stack, each.spot.template, each.shape), each.name)
+
         kinds = [(name, shape) for (_, _, shape), name in alike.items()]
         self._check_rules(kinds)
         self.notes += self.job.check(kinds)
@@ -123,6 +125,7 @@ class DistLayout:
         self.stacked = {stack for stack in wished if self._uniform(stack)}
         self.as_source &= self.stacked == wished
         self.grids = self._grids()
+
         # what tensors have in common, found once
         self._keys: dict[tuple[str, str, str], DistKey] = {}
         self._cuts: dict[tuple[str, str, bool, Shape], list[_KeyPart]] = {}
@@ -148,6 +151,7 @@ class DistLayout:
             return out
         if kind := names.gemma4_layer(self.examples):
             return out | {APART} | (_BY_TE if kind == names.GEMMA4_SPARSE else set())
+
         mla = v4 or any(".linear_kv_down_proj." in name for name in self.examples)
         if self.facts.te:
             out |= {*_BY_TE, "fused:norm."}
@@ -157,6 +161,7 @@ class DistLayout:
                 out |= {"plain:self_attention.q_layernorm.", "plain:self_attention.kv_layernorm."}
         elif not mla:
             out |= {"fused:input_layernorm.", "fused:pre_mlp_layernorm."}
+
         return out
 
     def _check_windows(self) -> None:
@@ -344,8 +349,10 @@ class DistLayout:
                 for part, shape, items in cut:
                     _, under = found.setdefault(of_part(fqn, part) if part else fqn, ((*lead, *shape), []))
                     under += [TensorShare(number, items, at, first) for number, at, first in shares]
+
         if refused:
             raise unheld("megatron-dist", self.wanted.tensors[min(refused)], self.wanted.tensors)
+
         for _, under in found.values():
             under.sort(key=_NUMBER)
         return dict(sorted(found.items(), key=lambda row: row[1][1][0].tensor))

@@ -84,24 +84,29 @@ def with_context(
     """
     if folder not in _BESIDE or "args" in extras:
         return []
+
     below, model = _BESIDE[folder]
     beside = sorted(path for path in tree.listing() if path.startswith(below) and not path.startswith(folder))
     if not beside:
         return []
+
     others = [path for path in beside if path != model]
     notes = [Note("N-nemo", f"{len(others)} files of NeMo's context are left out: {', '.join(others[:8])}")]
     notes = notes if others else []
     if model not in beside:
         return [*notes, Note("N-nemo", f"there is no {model}: the model's sizes are not stated")]
+
     try:
         document = strict_yaml.parse(tree.read_whole(model, limit=_LIMIT))
     except strict_yaml.NotPlain as e:
         return [*notes, Note("N-nemo", f"the model's sizes are not known: {e.what}", model)]
+
     config = document if model == MODEL_1 else document.get("config") if isinstance(document, dict) else None
     known = arguments_of_1 if model == MODEL_1 else arguments_of
     found = known(config) if isinstance(config, dict) else {}
     if not found:
         return [*notes, Note("N-nemo", "there is no config of a model in it: its sizes are not known", model)]
+
     notes += [] if model == MODEL_1 else _run(found, tensors, states, model)
     sharding = extras.get("content_metadata")
     found["use_distributed_optimizer"] = isinstance(sharding, dict) and "distrib_optim_sharding_type" in sharding

@@ -87,10 +87,12 @@ def read_objects(tree: Tree, folder: str, entries: Mapping[str, ObjectEntry], it
     shards = {fqn: parse_object(fqn) for fqn in entries}
     states = [entry for fqn, entry in entries.items() if _is_extra(shards[fqn])]
     counts: dict[tuple[str, tuple[int, ...]], int] = {}
+
     for entry in states:
         key = parse_object(entry.fqn)
         if key is not None:
             counts[key.base, key.shape] = counts.get((key.base, key.shape), 0) + 1
+
     out.extra_states |= {base: shape for (base, shape), count in counts.items() if count == prod(shape)}
     filled, others = both(
         lambda: _read_extra_states(tree, states, items, out),
@@ -99,6 +101,7 @@ def read_objects(tree: Tree, folder: str, entries: Mapping[str, ObjectEntry], it
     read = {one.entry.fqn: one for one in others}
     _common(tree, folder, {f: r for f, r in read.items() if _base(shards[f]) == COMMON_STATE}, out)
     groups: dict[int, dict[int, dict[str, Any]]] = {}
+
     for fqn, one in read.items():
         key = shards[fqn]
         if _base(key) == COMMON_STATE:
@@ -115,6 +118,7 @@ def read_objects(tree: Tree, folder: str, entries: Mapping[str, ObjectEntry], it
             groups.setdefault(int(found[1]) if found[1] else -1, {}).setdefault(int(found[2]), {})[found[3]] = value
         elif found is None:
             out.extras.setdefault("sharded_objects", {})[fqn] = value
+
     _hyperparameters(tree, groups, out)
     scales = {fqn: value for fqn, value in filled.items() if holds_scales(value)}
     if scales:
@@ -145,6 +149,7 @@ def _common(tree: Tree, folder: str, stated: Mapping[str, ReadObject], out: Obje
         out.globals.update(dict.fromkeys(content.globals))
         out.extras = dict(content.extras) if isinstance(content.extras, dict) else {"value": content.extras}
         return
+
     if not stated:
         fault = Incomplete(
             f"there is neither {COMMON} nor an item {COMMON_STATE}: arguments, iteration and "
@@ -155,12 +160,14 @@ def _common(tree: Tree, folder: str, stated: Mapping[str, ReadObject], out: Obje
         )
         report_missing(fault, files=[path])
         return
+
     one = next(iter(stated.values()))
     parted = part(_only(one, tree))
     shown = tree.display(one.entry.file)
     for at, ref in parted.leaves:
         if isinstance(ref, TensorRef):
             out.leaves.append((at, one.zip.array(ref)))
+
     where = f"item {one.entry.fqn} of {shown}"
     lines, hidden = hidden_in(one.value, parted, shown, where)
     out.leaves += [(each.path, each.array(one.entry.file)) for each in hidden]

@@ -59,6 +59,7 @@ def stored_state(wanted: Wanted, layout: DistLayout) -> StoredState:
     extras = wanted.extras
     rng = list(_rng(wanted, layout, notes))
     common: dict[Any, Any] = {}
+
     for key, value in extras.items():
         if key in OURS:
             continue
@@ -66,6 +67,7 @@ def stored_state(wanted: Wanted, layout: DistLayout) -> StoredState:
             common[key] = value
         else:
             notes.append(f"{key} is left out: it holds values of classes that are not written")
+
     states = {key.state for key in (tensor.key for tensor in wanted.tensors)} - {MODEL, STEP}
     args = updated(layout.args, layout.degrees, layout.job.stages, 0)
     args |= {"ckpt_format": "torch_dist", "use_dist_ckpt": True}
@@ -75,6 +77,7 @@ def stored_state(wanted: Wanted, layout: DistLayout) -> StoredState:
         args["no_save_rng"] = True
     if not states - {EMA}:
         args["no_save_optim"] = True
+
     distributed = layout.distributed
     if distributed and states:
         args["dist_ckpt_optim_fully_reshardable"] = True
@@ -83,6 +86,7 @@ def stored_state(wanted: Wanted, layout: DistLayout) -> StoredState:
     common["content_metadata"] = _content(extras, layout)
     if "optimizer" in common:
         common["optimizer"] = _optimizers(common["optimizer"], layout, notes, distributed=distributed)
+
     objects = [*_extra_states(wanted, layout, notes), *rng, *_others(wanted, layout, notes)]
     return StoredState(common, objects, tuple(notes))
 

@@ -65,11 +65,13 @@ def dist_target(wanted: Wanted) -> Target:
     items = ItemFiles(wanted.tensors)
     for fqn, (shape, shares) in layout.entries().items():
         items.tensor(fqn, (fqn,), shape, shares, folder)
+
     common = TorchComposer()
     skeleton = _common(wanted, state.common, layout, common)
     files = [common.file(folder + COMMON, skeleton)] if as_file else []
     objects = {} if as_file else {f"{COMMON_STATE}/shard_0_1": common.file("", [skeleton])}
     nothing = TorchComposer().file("", [None])  # an object lies in a list of one
+
     for fqn, value in state.objects:
         if fqn in items.entries or fqn in objects:
             raise UsageError(
@@ -80,19 +82,23 @@ def dist_target(wanted: Wanted) -> Target:
         else:
             composer = TorchComposer()
             objects[fqn] = composer.file("", [tensors_of_rng(value, composer.value, inside=isinstance(value, bytes))])
+
     for fqn, made in objects.items():
         items.object(fqn, (fqn,), made, folder)
     backends: dict[str, Any] = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     if as_file:
         backends |= {"common_backend": "torch", "common_backend_version": 1}
+
     files += [*items.finished(), whole_file(folder + METADATA, pickled(items.entries.values(), folder, nested=False))]
     files.append(whole_file(folder + CONFIG, json.dumps(backends).encode()))
     lora = wanted.hints.get(LoraHints)
     notes = state.notes
+
     if lora is not None and is_adapter(layout.names):
         line = f"{RUN_CONFIG} says the adapter, its base and the ranks: other sections of a run's config are left out"
         notes = (*notes, line)
         files.append(whole_file(folder + RUN_CONFIG, run_text(lora, layout.degrees, layout.job.gated)))
+
     if own is not None and own.integrity:
         files.append(_integrity(folder, files))
     files.append(pointer_to(folder))

@@ -75,9 +75,11 @@ def sizes_of(params: Mapping[str, Any], path: str) -> MetaSizes:
     for name in ("n_kv_heads", "head_dim", "hidden_dim", "multiple_of"):
         if level.get(name) is not None and not _count(level[name]):
             faults.append(f"{name} is {_show_value(level[name])}, want a whole number above 0")
+
     for name in ("ffn_dim_multiplier", "norm_eps", "rope_theta"):
         if level.get(name) is not None and not _number(level[name]):
             faults.append(f"{name} is {_show_value(level[name])}, want a number above 0")
+
     if not faults:
         dim = level["dim"]
         heads = level["n_heads"]
@@ -86,6 +88,7 @@ def sizes_of(params: Mapping[str, Any], path: str) -> MetaSizes:
             faults.append(f"{heads} heads don't divide among {kv} heads of keys (n_kv_heads)")
         if level.get("head_dim") is None and dim % heads:
             faults.append(f"dim {dim} doesn't divide among {heads} heads")
+
     if faults:
         raise CorruptFile(
             faults[0],
@@ -94,6 +97,7 @@ def sizes_of(params: Mapping[str, Any], path: str) -> MetaSizes:
             faults=faults[1:],
             hint="fetch params.json again: it states the model's sizes",
         )
+
     vocab = level.get("vocab_size")
     return MetaSizes(
         dim, level["n_layers"], heads, kv, level.get("head_dim") or dim // heads, vocab if _count(vocab) else None

@@ -151,6 +151,7 @@ def _join_shards(tree: Tree, shards: _Shards, name: str, faults: list[CkptError]
     absent = next((file for file, array in zip(shards.names, arrays, strict=True) if array is None), None)
     there = [array for array in arrays if array is not None]
     first = there[0]
+
     if absent is not None:
         faults.append(
             Incomplete(
@@ -158,6 +159,7 @@ def _join_shards(tree: Tree, shards: _Shards, name: str, faults: list[CkptError]
             )
         )
         return None
+
     odd = next((array for array in there if (array.shape, array.dtype) != (first.shape, first.dtype)), None)
     if odd is not None:
         faults.append(
@@ -171,6 +173,7 @@ def _join_shards(tree: Tree, shards: _Shards, name: str, faults: list[CkptError]
             )
         )
         return None
+
     return _check_shape(tree, shards, name, _place_shards(shards, name, there, faults), faults)
 
 
@@ -182,6 +185,7 @@ def _place_shards(
     count = len(arrays)
     if count == 1:
         return simple_tensor(TensorKey(name), first, (name,))
+
     sizes = shards.sizes
     cut = cut_of(name)
     if cut is None or sizes is None:
@@ -195,22 +199,27 @@ def _place_shards(
             )
         )
         return None
+
     if cut == EITHER:
         cut = 1 if len(first.shape) == 2 and first.shape[1] * count == sizes.dim else 0
     if cut == ALL or len(first.shape) != 2:
         same = [Chunk(whole(first.shape), array, whole(first.shape)) for array in arrays]
         return LogicalTensor(TensorKey(name), first.shape, first.dtype, mark_replicas(same), (name,))
+
     band = first.shape[cut]
     repeats = 1
     if is_key_or_value(name) and count > sizes.kv and band == sizes.head:
         repeats = count // sizes.kv
+
     shape = list(first.shape)
     shape[cut] = band * count // repeats
     chunks = []
+
     for rank, array in enumerate(arrays):
         offset = [0, 0]
         offset[cut] = rank // repeats * band
         chunks.append(Chunk(Box(tuple(offset), first.shape), array, whole(first.shape)))
+
     return LogicalTensor(TensorKey(name), tuple(shape), first.dtype, mark_replicas(chunks), (name,))
 
 

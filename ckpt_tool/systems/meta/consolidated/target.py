@@ -84,6 +84,7 @@ def _cuts(
             if strange
             else "give the model's config.json with --config FILE, or --tp 1",
         )
+
     notes = []
     if embedding in (0, 1):
         dim = embedding
@@ -93,6 +94,7 @@ def _cuts(
         dim = 0 if level.get("use_scaled_rope") or level.get("rope_theta") == LLAMA3_THETA else 1
         whose = "Llama 3 loads it" if dim == 0 else "Llama 1 and 2 load it"
         notes.append(f"{EMBEDDING} is cut along its {('rows', 'columns')[dim]}, as {whose}")
+
     found = (cut_of(tensor.key.name) for tensor in wanted.tensors)
     cuts = [dim if cut == EITHER else ALL if cut is None else cut for cut in found]
     _check(wanted.tensors, cuts, tp, sizes_of(params, PARAMS))

@@ -303,6 +303,7 @@ class AoaRun:
                     "is a transpose or an axis wrong?",
                 )
             found[name] = value
+
         for name, number in self.unfilled.items():
             if name not in wanted:
                 self.faults.add(
@@ -311,6 +312,7 @@ class AoaRun:
                     f"`{name}` has no source, and the destination has none of that name",
                     self.faults.near(name, wanted),
                 )
+
         for name, value in self.values.items():
             if name in wanted or name in self.reader or value is None or name.startswith(TEMPORARY):
                 continue
@@ -329,6 +331,7 @@ class AoaRun:
                     f"the source's `{name}` is read by no statement, and the destination has none",
                     near or f"`{name} -> _` drops it",
                 )
+
         return found
 
     def _account(self, outputs: Mapping[str, NamedValue]) -> None:

@@ -95,6 +95,7 @@ def concat(values: Sequence[NamedValue], axis: int, names: Sequence[str], *, eve
     _check_axis(first, axis, names[0])
     joined: list[Slice] = []
     at = 0
+
     for name, value in zip(names, values, strict=True):
         same = len(value.shape) == len(first.shape) and _replace_axis(value.shape, axis, 0) == _replace_axis(
             first.shape, axis, 0
@@ -115,6 +116,7 @@ def concat(values: Sequence[NamedValue], axis: int, names: Sequence[str], *, eve
         for piece in value.slices:
             _append(joined, piece._replace(at=_replace_axis(piece.at, axis, piece.at[axis] + at)), axis)
         at += value.shape[axis]
+
     return first._replace(shape=_replace_axis(first.shape, axis, at), slices=tuple(joined))
 
 

@@ -93,6 +93,7 @@ def read_aoa(text: str) -> AoaText:
         if not plain:
             raise UsageError("no statement in the file", code="E1201", hint="one a line: NAME -> NAME")
         return AoaText(plain, False)
+
     try:
         found = json.loads(text, object_pairs_hook=_once)
     except RecursionError as e:
@@ -106,6 +107,7 @@ def read_aoa(text: str) -> AoaText:
         ) from e
     except ValueError as e:  # a number of more digits than Python reads
         raise UsageError(f"the statements are not JSON: {e}", code="E1201") from e
+
     config = {"aoa_statements": found} if isinstance(found, list) else found
     for key in config:
         if key not in ("aoa_statements", "aoa_config_reverse", "enable_traceback"):
@@ -116,14 +118,17 @@ def read_aoa(text: str) -> AoaText:
                 hint=near_misses(key, ("aoa_statements", "aoa_config_reverse"))
                 or "want aoa_statements, aoa_config_reverse",
             )
+
     statements: Any = config.get("aoa_statements")
     reverse: Any = config.get("aoa_config_reverse", False)
     if not isinstance(statements, list) or not all(isinstance(line, str) for line in statements):
         raise UsageError("aoa_statements wants a list of strings", code="E1202", place="/aoa_statements")
+
     if not isinstance(reverse, bool):
         raise UsageError(
             f"aoa_config_reverse is {reverse!r}, want true or false", code="E1202", place="/aoa_config_reverse"
         )
+
     return AoaText(statements, reverse)
 
 
@@ -188,6 +193,7 @@ def _items(tokens: list[tuple[str, str, int]]) -> list[tuple[str, int | str | No
     items: list[tuple[str, int | str | None]] = []
     rest = [*tokens[:-1], ("end", tokens[-1][1], tokens[-1][2])]
     at = 0
+
     while True:
         kind, name, column = rest[at]
         if kind != "name":
@@ -284,6 +290,7 @@ def _check_names(statement: Statement) -> None:
     left = statement.left
     right = statement.right
     word = statement.word
+
     for name in right:
         if name.endswith(TRANSPOSED):
             raise UsageError(
@@ -291,6 +298,7 @@ def _check_names(statement: Statement) -> None:
                 code="E1207",
                 hint=f"read it transposed: `A^T -> {name.removesuffix(TRANSPOSED)}`",
             )
+
     for name in (*left, *right):
         bare = name.removesuffix(TRANSPOSED)
         if "^" in bare or bare.count("*") > 1 or (name != bare and bare == NOTHING):
@@ -302,6 +310,7 @@ def _check_names(statement: Statement) -> None:
                     code="E1206",
                     hint=near_misses(placeholder, PLACEHOLDERS) or f"there are {', '.join(PLACEHOLDERS)}",
                 )
+
     if len(left) > 1 and len(right) > 1:
         near = near_misses(right[-1], WORDS)
         raise UsageError(
@@ -309,6 +318,7 @@ def _check_names(statement: Statement) -> None:
             code="E1205",
             hint=near or "write it as two statements with a name between them",
         )
+
     if NOTHING in (*left, *right) and (len(left) + len(right) > 2 or left == right or statement.attributes or word):
         raise UsageError(
             "`_` is alone on its side, without attributes",

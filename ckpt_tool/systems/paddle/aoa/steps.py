@@ -127,6 +127,7 @@ def _plain(statement: Statement, reverse: bool) -> AoaStep:
     requested = set(attributes)
     if NOTHING in (*left, *right):
         return AoaStep(number, "drop" if right == (NOTHING,) else "add", left, right)
+
     if len(left) > 1 or len(right) > 1:
         if requested != {"axis"}:
             wants = "a split" if len(right) > 1 else "a concatenation"
@@ -137,17 +138,21 @@ def _plain(statement: Statement, reverse: bool) -> AoaStep:
                 hint=near or "axis=1 joins columns, axis=0 rows",
             )
         return AoaStep(number, "split" if len(right) > 1 else "concat", left, right, int(attributes["axis"]))
+
     if requested <= {"axis"}:  # `a -> b, axis=0`: what a star or a range of one name leaves over
         return AoaStep(number, "rename", left, right)
     if requested == {"permute"}:
         return AoaStep(number, "permute", left, right, dims=permutation(str(attributes["permute"])))
+
     if requested == {"dtype"} and reverse:
         raise UsageError(
             "dtype= can't be run in reverse", code="E1214", hint="say both ends: src_dtype='...', dst_dtype='...'"
         )
+
     if requested in ({"dtype"}, {"src_dtype", "dst_dtype"}):
         to = "dtype" if "dtype" in requested else "src_dtype" if reverse else "dst_dtype"
         return AoaStep(number, "cast", left, right, dtype=CASTS[str(attributes[to])])
+
     raise UsageError(
         f"{', '.join(sorted(requested))} in one statement",
         code="E1203",

@@ -130,6 +130,7 @@ def check(saves: Sequence[Save], shown: str, root_names: Sequence[str], *, lenie
     notes: list[Note] = []
     if not lenient:
         _refuse_lost_folder({save.kind for save in saves}, shown)
+
     if saves[0].folder and any(METADATA.fullmatch(name) for name in root_names):
         raise InputError(
             f"two checkpoints in one folder: {saves[0].folder} and a plain save next to it",
@@ -137,6 +138,7 @@ def check(saves: Sequence[Save], shown: str, root_names: Sequence[str], *, lenie
             path=shown,
             hint="pass a folder that holds one of them alone",
         )
+
     for save in saves:
         where = f"{shown.rstrip('/')}/{save.folder}".rstrip("/") if save.folder else shown
         if save.lock:
@@ -171,6 +173,7 @@ def check(saves: Sequence[Save], shown: str, root_names: Sequence[str], *, lenie
                     where,
                 )
             )
+
     return notes
 
 

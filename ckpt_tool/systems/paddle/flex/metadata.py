@@ -198,6 +198,7 @@ class _FlexMetadataReading:
                     safe[file],
                 )
             )
+
         return out
 
     def stated(self, row: Any, key: str) -> _Stated:
@@ -252,10 +253,12 @@ class _FlexMetadataReading:
     def entry(self, key: str, stated: list[_Stated], stored: list[_Stored], path: Path) -> None:
         if not stated:
             raise self.damaged("a key without any shard", key)
+
         names = {row.dtype for row in stated}
         if len(names) > 1:
             self.faults.append(f"{key}: its shards are {' and '.join(sorted(names))}")
             return
+
         dtype = DTYPE_NAMES.get(stated[0].dtype)
         if dtype is None:
             raise InputError(
@@ -265,9 +268,11 @@ class _FlexMetadataReading:
                 key=key,
                 hint="cast the tensor before saving, or leave it out",
             )
+
         shape = self.whole(key, stated)
         if shape is None:
             return
+
         shards = [shard for row in stored if (shard := self.shard(key, row, stated, shape)) is not None]
         self.compare(key, stated, stored, shape)
         if not stored and 0 not in shape:
@@ -278,6 +283,7 @@ class _FlexMetadataReading:
                 key=key,
                 hint="the save was cut short or edited: nothing says where its bytes are stored",
             )
+
         self.listing.entries[key] = FlexEntry(key, path, DTYPES[dtype], shape, shards)
 
     def whole(self, key: str, stated: list[_Stated]) -> tuple[int, ...] | None:

@@ -257,10 +257,12 @@ def _find_stored(entry: FlexEntry, shard: Shard, files: DataFiles) -> Saved:
             key=entry.key,
             hint="the file and the metadata come from two saves: get both from one save",
         )
+
     numel = prod(shard.shape) if shard.span is None else shard.span[1] - shard.span[0]
     fits = prod(saved.shape) == numel
     if shard.span is None and saved.shape != shard.shape and len(saved.shape) != 1:
         fits = False
+
     stored_dtypes = _STORED.get(entry.dtype.name, (entry.dtype.name,))
     if not fits or saved.dtype.name not in stored_dtypes:
         what = "" if shard.span is None else f", elements {shard.span[0]} to {shard.span[1]} of it"
@@ -272,6 +274,7 @@ def _find_stored(entry: FlexEntry, shard: Shard, files: DataFiles) -> Saved:
             key=entry.key,
             hint="the file and the metadata come from two saves: get both from one save",
         )
+
     return saved
 
 

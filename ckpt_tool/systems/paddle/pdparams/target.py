@@ -435,6 +435,7 @@ def _add_tied_states(rows: Rows, laid: LaidParameter, dropped: list[dict[str, An
     head = next((p for p in laid.parameters.values() if p.alias is not None), None)
     if head is None or head.alias is None:
         return rows
+
     first = head.alias
     last = head.name
     apart = laid.parameters[first].stages != head.stages
@@ -442,6 +443,7 @@ def _add_tied_states(rows: Rows, laid: LaidParameter, dropped: list[dict[str, An
     for index, row in rows:
         if row.key.name in (first, last) and row.key.state not in (MODEL, EXTRAS):
             held.setdefault(row.key.state, {})[row.key.name] = (index, row)
+
     out: Rows = []
     for index, row in rows:
         own = held.get(row.key.state, {}) if row.key.name in (first, last) and row.key.state != MODEL else {}
@@ -457,6 +459,7 @@ def _add_tied_states(rows: Rows, laid: LaidParameter, dropped: list[dict[str, An
         elif own and not apart and row.key.name == last:
             reason = f"{last} is tied to {first}: Paddle keeps it once"
             dropped.append(made_of(reason, row.key.state) | {"tensors": 1, "bytes": row.nbytes})
+
     return out
 
 

@@ -288,8 +288,10 @@ def check_markers(tree: Tree, files: UnifiedFiles) -> None:
     for name in tree.names():
         if found := _MARKER.fullmatch(name):
             done.setdefault(found[1], set()).add(int(found[2]))
+
     if not done:
         return
+
     ranks: set[int] = set().union(*done.values())
     if max(ranks) >= 0:
         ranks = set(range(max(ranks) + 1))
@@ -388,6 +390,7 @@ def read_part(tree: Tree, index: PaddleIndex, *, lenient: bool) -> IndexedFiles:
     strangers: dict[str, list[str]] = {}
     absent = list[tuple[str, str]]()
     notes = list[Note]()
+
     for header in headers:
         where = {name: row for row, name in enumerate(header.names)}
         for name in named[header.path]:
@@ -401,6 +404,7 @@ def read_part(tree: Tree, index: PaddleIndex, *, lenient: bool) -> IndexedFiles:
             if name in (index.weight_map or {}):
                 again.setdefault(name, []).append((header, row))
         strangers[header.path] = [name for name in where if name not in scales and name not in again]
+
     _refuse_absent(tree, index, absent, rows, more)
     for file, unknown in strangers.items():
         notes += _strangers(tree, file, unknown, lenient=lenient)

@@ -113,18 +113,22 @@ def check_ranks(
             path=tree.display(every[-1].path),
             hint="remove the files of the older save",
         )
+
     degrees: dict[str, int] = {}
     for file in every:
         for dim, index in file.at:
             degrees[dim] = max(degrees.get(dim, 2), index + 1)  # a dim of one rank is not in the names
+
     numbers = range(1, parts + 1) if parts > 1 else range(1)
     order = [dim for dim in DIMS if dim in degrees]
     missing = []
+
     for stem, files in ranks.items():
         have = {(file.at, file.part) for file in files}
         for place in product(*(range(degrees[dim]) for dim in order)):
             at = tuple(zip(order, place, strict=True))
             missing += [_name(stem, at, part) for part in numbers if (at, part) not in have]
+
     if missing and not marked:
         fault = Incomplete(
             f"{len(missing)} of the ranks' files are missing; the first: {missing[0]}",
@@ -134,6 +138,7 @@ def check_ranks(
             hint="fetch the files of every rank into this folder",
         )
         report_missing(fault, files=missing)
+
     return degrees
 
 
@@ -196,8 +201,10 @@ def _cut(
             )
         cut = stored_cut(key.name, local, config, tp)
         return joined_shape(local, cut, tp), cut
+
     if tp == 1:
         return (local if len(local) > 1 else full), PaddleCut(None)  # the array itself shows how it is stored
+
     whole_numel = prod(full)
     share = max(sum(each.array.numel for each in group) for group in _groups(held))
     if module_of(key.name) in _BY_SHAPE and len(local) == len(full):
@@ -205,8 +212,10 @@ def _cut(
         others = sum(n != m for n, m in zip(local, full, strict=True))
         if len(local) > 1 and others == 1 and len(dims) == 1:
             return full, PaddleCut(dims[0])
+
     if "experts." in key.name and len({each.at[0] for each in held}) == 1 and share >= whole_numel:
         return full, PaddleCut(None)  # experts spread over the tensor ranks: one rank has it, whole
+
     try:
         return full, cut_of(key.name, full, config, tp)
     except UsageError as fault:

@@ -97,6 +97,7 @@ def transposed(
     open_ = list[str]()
     odd = set[str]()
     rules: dict[str, bool | None] = {}
+
     for name in matrices:
         tail = ".".join(name.rsplit(".", 4)[-4:])  # the lists have the last words, and there are few of them
         if tail not in rules:
@@ -110,14 +111,17 @@ def transposed(
             open_.append(name)
         elif flip:
             flips.add(name)
+
     if open_ and settle:
         raise _undecided_error(open_, matrices, config, path)
+
     notes = []
     if odd:
         modules = ", ".join(sorted(odd)[:20])
         notes.append(
             Note("W-layout", f"by the shapes of their master weights these are stored otherwise than listed: {modules}")
         )
+
     return flips, notes
 
 
@@ -276,6 +280,7 @@ class _UnifiedReading:
             key: value for key, value in self.config.items() if value is None or type(value) in (bool, int, float, str)
         }
         stated = self.optimizer.stated if self.optimizer is not None else {}
+
         hints = Hints.of(
             Dialect("paddle"),
             PaddleHints(
@@ -288,11 +293,13 @@ class _UnifiedReading:
                 config={**plain, **_lists(self.config)},
             ),
         )
+
         if self.optimizer is not None and self.optimizer.stage:
             times = stated.get("quant_ckpt_resume_times")
             hints = hints.having(
                 quant.QuantisedStates("paddle", self.optimizer.stage, times if type(times) is int else 0)
             )
+
         if self.degrees:
             degrees = {
                 "tp": self.degrees.get("tp", 1),
@@ -300,6 +307,7 @@ class _UnifiedReading:
                 "dp": self.degrees.get("shard", 1),
             }
             hints = hints.having(Degrees(**{dim: size for dim, size in degrees.items() if size > 1}))
+
         return hints
 
     # -- parts --------------------------------------------------------------------------------------------------------
@@ -362,6 +370,7 @@ class _UnifiedReading:
                 path=self.tree.display(part.listed.path),
                 hint="the file was edited: fetch it again",
             )
+
         shapes = self._shapes(model, {}) if part.again or _may_be_slices(part) else {}
         sliced = [
             name
@@ -371,15 +380,18 @@ class _UnifiedReading:
         if not sliced:
             refuse_twice(self.tree, part)
             return {keys[name]: _lying(*where) for name, where in part.rows.items()}
+
         self._refuse_merged_slices(part, model, sliced[0])
         order = {header.path: number for number, header in enumerate(sorted(part.headers, key=lambda h: h.path))}
         out: Entries = {}
+
         for name, where in part.rows.items():
             held = [
                 ArrayOfRank((0, 0, order[header.path], 0), _lying(header, row).array())
                 for header, row in (where, *part.again.get(name, ()))
             ]
             out[keys[name]] = join(keys[name], held, shapes, self.config, 1)
+
         return out
 
     def _refuse_merged_slices(self, part: IndexedFiles, model: IndexedFiles | None, name: str) -> None:
@@ -502,9 +514,11 @@ class _UnifiedReading:
         index = self.optimizer
         if index is None or index.weight_map is None or not index.stated.get("master_weights"):
             return MODEL
+
         kinds = {kind.dtype.name for header in part.headers for kind in header.kinds if kind.dtype.is_float}
         if kinds != {"F32"} or any(key.state == MASTER for key in others):
             return MODEL
+
         wide = dtype_of(self.config)
         if wide in ("BF16", "F16"):
             self.skipped = True
@@ -516,6 +530,7 @@ class _UnifiedReading:
                 )
             )
             return MASTER
+
         if not wide:
             self.notes.append(
                 Note(
@@ -525,6 +540,7 @@ class _UnifiedReading:
                     part.listed.path,
                 )
             )
+
         return MODEL
 
     def _check_masters(self, entries: Entries) -> None:

@@ -66,19 +66,23 @@ def unified_target(wanted: Wanted, name: str) -> Target:
     for number, tensor in enumerate(wanted.tensors):
         state = tensor.key.state
         by_kind[state if state in by_kind else "optimizer"].append((number, tensor))
+
     notes: list[str] = []
     stem = PEFT_STEM if hints.stem == PEFT_STEM or _all_lora(by_kind[MODEL]) else MODEL_STEM
     masters_as_model = hints.skip_save_model_weight is True and not by_kind[MODEL]
     stated: dict[str, Any] = {}
+
     if by_kind["optimizer"] and by_kind[MASTER]:
         stated["master_weights"] = True
     elif by_kind["optimizer"]:
         stated["master_weights"] = False
+
     if masters_as_model:
         by_kind[MODEL], by_kind[MASTER], layout = by_kind[MASTER], [], "np"
         notes.append("the master weights are written as model files, as skip_save_model_weight does")
     else:
         layout = _layout(by_kind[MODEL], wanted, config, notes)
+
     files: list[TargetFile] = []
     flips = _flips(by_kind[MODEL], config) if layout == "pt" else frozenset()
     index_said = {"type": "lora"} if stem == PEFT_STEM else {}
@@ -86,24 +90,29 @@ def unified_target(wanted: Wanted, name: str) -> Target:
     alone = not any(by_kind[kind] for kind in (MASTER, "optimizer"))
     if flips and (named or alone or all(path != "config.json" for path, _ in wanted.sidefiles)):
         says[MODEL_TYPE] = _known_type(config)
+
     files += _kind(stem, by_kind[MODEL], wanted.shard_size, index_said, notes, says=says, flips=flips)
     files += _kind(MASTER_STEM, by_kind[MASTER], wanted.shard_size, {}, notes)
     files += _kind(EMA_STEM, by_kind[EMA], wanted.shard_size, {}, notes)
+
     if by_kind[EMA]:
         notes.append(
             f"Paddle's unified checkpoints have no place for EMA: {EMA_STEM}-* keep it, and Paddle does not "
             "look at them"
         )
+
     files += _optimizer(by_kind["optimizer"], wanted, stated, notes)
     _tell_tied(wanted, config, notes)
     files += extras_files(wanted, wanted.extras)
     ours = {file.path for file in files}
+
     for path, size in wanted.sidefiles:
         if path in ours:
             raise UsageError(
                 f"the side file {path} has the name of a file of the format", code=TAKEN, path=path, hint="rename it"
             )
         files.append(TargetFile(path, size, copy_of=path))
+
     return Target(name, tuple(files), notes=tuple(notes), by_size=True)
 
 
@@ -236,6 +245,7 @@ def _optimizer(tensors: Numbered, wanted: Wanted, stated: Mapping[str, Any], not
     """The optimizer's files and index. What scales what stays together."""
     if not tensors:
         return []
+
     groups: dict[tuple[str, str], list[tuple[int, WantedTensor]]] = {}
     for number, tensor in tensors:
         name, state = tensor.key
@@ -247,6 +257,7 @@ def _optimizer(tensors: Numbered, wanted: Wanted, stated: Mapping[str, Any], not
                 hint="cast or dequantise it first, or --drop optimizer",
             )
         groups.setdefault((name, "quantised" if state in quant.STATES else state), []).append((number, tensor))
+
     together = list(groups.values())
     sizes = [sum(tensor.nbytes for _, tensor in group) for group in together]
     bins = [[pair for i in rows for pair in together[i]] for rows in pack(sizes, wanted.shard_size)]
@@ -256,6 +267,7 @@ def _optimizer(tensors: Numbered, wanted: Wanted, stated: Mapping[str, Any], not
     has_quantised = any(tensor.key.state in quant.STATES for _, tensor in tensors)
     weight_map = dict[str, str]()
     total = 0
+
     for number, tensor in tensors:
         key = file_key(tensor.key)
         state = tensor.key.state
@@ -266,6 +278,7 @@ def _optimizer(tensors: Numbered, wanted: Wanted, stated: Mapping[str, Any], not
         if state == quant.PACKED:
             weight_map[f"{tensor.key.name}/moment1_0"] = where[number]
             total += 4 * prod(tensor.shape)
+
     more = {"ckpt_quant_stage": stage, "quant_ckpt_resume_times": times} if has_quantised else {}
     index = write_index(weight_map, total, {**more, **stated})
     return [*files, whole_file(OPTIMIZER_STEM + INDEX_SUFFIX, index)]

@@ -166,6 +166,7 @@ def refuse(tensors: Iterable[str], objects: Iterable[str], shown: str, *, finish
         )
         report_missing(fault, files=["metadata.json"])
         return
+
     if any(key.startswith(FSDP_OWN) for key in (*objects, *tensors)) or (
         objects >= _JOB and any(_MODULE.match(key) for key in tensors)
     ):

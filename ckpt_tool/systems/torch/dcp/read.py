@@ -69,6 +69,7 @@ class _DcpReading:
         extras = state.extras.finished()
         leaves = [Leaf(tensor.path, tensor.shape) for tensor in state.tensors]
         named = name_leaves(leaves, extras, path=self.tree.display(self._metadata()[0]))
+
         tensors, unread = set_apart(
             {
                 key: LogicalTensor(key, tensor.shape, tensor.dtype, tensor.chunks, tensor.path)
@@ -84,6 +85,7 @@ class _DcpReading:
             FileRanks(_ranks(files, mesh)),
             Folders.each(save.folder.rstrip("/") for save in self.saves if save.folder),
         )
+
         return Catalog(
             "dcp",
             tensors=tensors,

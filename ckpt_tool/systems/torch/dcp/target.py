@@ -39,6 +39,7 @@ def dcp_target(wanted: Wanted, layout: Layout) -> Target:
     nested = nest(wanted, [NestingSlot(i) for i in range(len(wanted.tensors))], whole_numbers=False)
     folders = _folders(wanted.hints.get(Folders))
     leaves: dict[str, tuple[Path, Any]] = {}
+
     for path, value in flatten(nested.tree):
         key = dotted(path)
         if key in leaves:
@@ -49,13 +50,16 @@ def dcp_target(wanted: Wanted, layout: Layout) -> Target:
                 hint="DCP joins keys by dots: rename one of them, or write another format",
             )
         leaves[key] = (path, value)
+
     writer = _DcpWriter(wanted, layout, folders)
     for key, (path, value) in leaves.items():  # objects first, as torch orders a file
         if not isinstance(value, NestingSlot):
             writer.object(key, path, value)
+
     for key, (path, value) in leaves.items():
         if isinstance(value, NestingSlot):
             writer.tensor(key, path, value.number)
+
     files = writer.finished(list(leaves))
     copies = wanted.side_file_copies()
     empty = list(_empty_dicts(nested.tree))

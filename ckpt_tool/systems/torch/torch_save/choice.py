@@ -102,6 +102,7 @@ def choose(tree: Tree, prefer: str | None = None) -> ChosenFiles | None:
     index too, or `files`: no index. Never raises for another format's tree."""
     if tree.single is not None:
         return _one(tree, tree.single)
+
     names = tree.names()
     ranked = rank_files(names)
     wholes = [file for file in ranked if not file.kind]
@@ -109,6 +110,7 @@ def choose(tree: Tree, prefer: str | None = None) -> ChosenFiles | None:
     is_whole = alone and len(wholes) > 1 and _looks(tree, wholes[0].name)
     if is_whole or any(file.kind == "model" for file in ranked):
         return ChosenFiles(f"{len(ranked)} files of single ranks", ranks=ranked)
+
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
     usual = [name for name in indexes if name == "pytorch_model" + INDEX_SUFFIX]
     numbered = [name for name in names if _NUMBERED.fullmatch(name)]
@@ -118,9 +120,11 @@ def choose(tree: Tree, prefer: str | None = None) -> ChosenFiles | None:
         wholes_beside.add(WHOLE)
     if prefer in wholes_beside and prefer in names:
         return ChosenFiles(f"{prefer}, as asked for", (str(prefer),))
+
     if indexes and prefer != WITHOUT_INDEX:
         index = (usual or indexes)[0]
         return ChosenFiles(f"an index, {index}", index=index)
+
     weights = [name for name in names if not _BESIDE.fullmatch(name)]
     whole = "pytorch_model" in stems or not any(name.endswith(_OTHERS) or _PART.match(name) for name in names)
     if len(stems) == 1 and whole and _looks(tree, numbered[0]):
@@ -129,6 +133,7 @@ def choose(tree: Tree, prefer: str | None = None) -> ChosenFiles | None:
         return ChosenFiles(WHOLE, (WHOLE,))
     if not whole or len(weights) > LOOKED_AT:
         return None
+
     looking = [name for name in weights if _looks(tree, name)]
     if len(looking) != 1:
         return None

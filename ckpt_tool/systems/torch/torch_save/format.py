@@ -243,6 +243,7 @@ def _hold_against(
                     key=key[:200],
                     hint="files of two saves are mixed: remove those of the older one",
                 )
+
     return notes
 
 
@@ -253,11 +254,13 @@ def _catalog(
     extras: dict[str, Any] = {}
     for file in files.values():
         extras.update(file.extras if isinstance(file.extras, dict) else {"value": file.extras})
+
     leaves = [Leaf(path, array.shape, (array.path, array.offset, array.shape, array.strides)) for path, array in found]
     if _is_hugging_face(chosen, leaves, extras):
         named = Named([TensorKey(clean(str(leaf.path[0]))) for leaf in leaves], [], Roots(model=()))
     else:
         named = name_leaves(leaves, extras, path=tree.display(next(iter(files), "")))
+
     tensors, unread = set_apart(
         {key: simple_tensor(key, array, path) for key, (path, array) in zip(named.keys, found, strict=True)},
         named.faults,
@@ -270,6 +273,7 @@ def _catalog(
     names = tuple(files)
     beside = () if tree.single else hf_files.side_files(tree)
     sidefiles = tuple(dict.fromkeys((*beside, *module_files(tree))))
+
     notes += [
         *named.notes,
         *notes_of(unread),
@@ -277,6 +281,7 @@ def _catalog(
         *_sharing(tensors),
         *checksums.missing(tree, tensors.values(), required=required),
     ]
+
     return Catalog(
         "torch",
         tensors=tensors,

@@ -95,19 +95,23 @@ def read(tree: Tree, chosen: ChosenFiles, *, required: bool) -> Catalog:
     contents = read_by_file((file.name for file in chosen.ranks), lambda name: read_content(tree, name, dtensors=True))
     for file in chosen.ranks:
         _add(tree, file, contents[file.name], state)
+
     _check_flat(tree, chosen.ranks, state)
     leaves = []
     tensors = []
     names = {(file.kind, file.rank): file.name for file in chosen.ranks}
+
     for path, parts in state.parts.items():
         tensor = _tensor(tree, path, parts, names)
         tensors.append(tensor)
         leaves.append(Leaf(path, tensor.shape))
+
     named = name_leaves(leaves, state.extras, path=tree.display(chosen.ranks[0].name))
     keyed, unread = set_apart(
         {key: t._replace(key=key) for key, t in zip(named.keys, tensors, strict=True)}, named.faults
     )
     mesh = max((found.mesh() for found in state.meshes), key=lambda mesh: mesh.size, default=Mesh())
+
     notes = [
         *chosen.notes,
         *named.notes,
@@ -119,6 +123,7 @@ def read(tree: Tree, chosen: ChosenFiles, *, required: bool) -> Catalog:
     degrees = Degrees(**mesh.to_json())
     if is_collecting():
         Catalog("torch", keyed).check()
+
     hints = Hints.of(named.roots, Globals.each(state.globals), Ordered(tuple(state.ordered)), degrees)
     return Catalog(
         "torch",
@@ -146,9 +151,11 @@ def _check_ranks(tree: Tree, files: Sequence[TorchRankFile]) -> None:
             faults=odd[1:SHOWN],
             hint="remove the files of the older save",
         )
+
     world = worlds[0] if worlds else 1 + max(file.rank or 0 for file in files)
     faults: list[str] = []
     missing: list[str] = []
+
     for kind in dict.fromkeys(file.kind for file in files):
         have = {file.rank for file in files if file.kind == kind and file.rank is not None}
         beyond = sorted(rank for rank in have if rank >= world)
@@ -164,6 +171,7 @@ def _check_ranks(tree: Tree, files: Sequence[TorchRankFile]) -> None:
             shown = ", ".join(map(str, gone[:20]))
             faults.append(f"{kind}: {world - len(have)} of {world} ranks have no file: rank {shown}")
             missing += [_name_of_rank(next(file for file in files if file.kind == kind), rank) for rank in gone[:100]]
+
     if faults:
         fault = Incomplete(
             faults[0],
@@ -297,6 +305,7 @@ def _add_extras(extras: Any, file: TorchRankFile, rank: int, state: _RankStates,
     if not file.kind:
         _add_whole_extras(extras, rank, state, shown)
         return
+
     shared = extras if isinstance(extras, dict) else {"value": extras}
     if file.kind == "extra_state":
         own = {key: value for key, value in shared.items() if str(key).lower() in RNG}
@@ -304,11 +313,13 @@ def _add_extras(extras: Any, file: TorchRankFile, rank: int, state: _RankStates,
         for key, value in own.items():
             state.own.setdefault(str(key), []).append(rank)
             state.extras.setdefault(file.kind, {}).setdefault(key, {})[f"rank_{rank}"] = value
+
     known = state.kinds[file.kind]
     if len(known) == 1:
         if shared:
             state.extras[file.kind] = {**shared, **state.extras.get(file.kind, {})}
         return
+
     mine = {
         k: v
         for k, v in state.extras.get(file.kind, {}).items()
@@ -421,11 +432,14 @@ def _tensor(tree: Tree, path: Path, parts: Sequence[_RankShare], names: Mapping[
                     key=key,
                     hint="the files come from two saves: fetch one save's files again",
                 )
+
     if first.shards is not None:
         return _logical(path, first, _stated_chunks(tree, parts, first.shards, key))
+
     if first.placed is None:
         box = whole(first.shape)
         return _logical(path, first, [Chunk(box, part.array, box) for part in parts])
+
     have = {part.rank for part in parts}
     gone = sorted({rank for part in parts if part.placed for rank in part.placed.mesh.ranks} - have)
     if gone:
@@ -438,6 +452,7 @@ def _tensor(tree: Tree, path: Path, parts: Sequence[_RankShare], names: Mapping[
             hint="pass the folder with every rank's file; fetch those that are missing",
         )
         report_missing(fault)
+
     return _logical(path, first, [chunk for part in parts for chunk in _chunks(tree, part, key)] or [_nothing(first)])
 
 
