@@ -9,11 +9,13 @@ were not written at one time:
 
     trainer_state.json  "global_step": 40      optimizer.pt  step 2, 2         -> E0305
 
+    trainer_state.json  "global_step": 10      scheduler.pt  last_epoch 5      -> E0305
+
 Experts are left out: those of a rank may all have been idle in a step. Sources: `torch/optim/adamw.py` (2.13, `step`),
-PaddlePaddle 3.3.1 `optimizer/adamw.py` (`beta1_pow_acc`, `beta2_pow_acc`). Cost: up to SAMPLE reads of one number a
-file. What it
-    does not
-do: counters that are plain values, which formats compare as they read them; files that hold fewer than LEAST counters.
+PaddlePaddle 3.3.1 `optimizer/adamw.py` (`beta1_pow_acc`, `beta2_pow_acc`), torch 2.13 `optim/lr_scheduler.py`
+(`last_epoch` counts the calls of `step`), accelerate 1.15 `scheduler.py` (one call a step, or one a rank). Cost: up to
+SAMPLE reads of one number a file, and the small file of a schedule. What it does not do: counters that are plain
+values, which formats compare as they read them; files that hold fewer than LEAST counters.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from collections.abc import Iterator, Mapping
 
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.tensor import STEP, StoredArray
-from ckpt_tool.errors import CkptError, InconsistentCheckpoint
+from ckpt_tool.errors import CkptError, InconsistentCheckpoint, StorageError
+from ckpt_tool.formats.beside import SCHEDULER
+from ckpt_tool.formats.state_dict.content import read_content
 from ckpt_tool.storage.source import Tree
 
 LEAST = 2  # counters of a file: one may belong to a parameter that counts apart
@@ -37,6 +41,8 @@ SCALER = "scaler"
 # a loss scaler skips steps at the start, and now and then one of many
 FEW_SKIPPED = 20
 MANY_STEPS = 20
+PLATEAU = "num_bad_epochs"  # of schedules that step by a metric
+_RNG_OF_RANK = re.compile(r"rng_state_\d+\.pth")
 _GLOBAL_STEP = re.compile(rb'"global_step"\s*:\s*(\d{1,15})\b')
 _CODES = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
 
@@ -67,32 +73,69 @@ def other_steps(tree: Tree, catalog: Catalog) -> Iterator[CkptError]:
 
 
 def trainer_step(home: Tree, tree: Tree, catalog: Catalog) -> Iterator[CkptError]:
-    """InconsistentCheckpoint E0305 where the optimizer beside a trainer's own record has made another number of steps.
+    """InconsistentCheckpoint E0305 where the optimizer or the schedule beside a trainer's own record has made another
+    number of steps.
 
     Args:
         home: the folder that may hold the record, which transformers' Trainer writes last of all files of a step.
         tree: that of the checkpoint, `home` or a folder in it.
 
-    Without a loss scaler an optimizer steps whenever its trainer does. With one it may skip some steps, and is never
-    ahead. Counters that do not agree among themselves say nothing.
+    Without a loss scaler an optimizer steps whenever its trainer does, and the schedule with it. With one it may skip
+    some steps, and is never ahead. Counters that do not agree among themselves say nothing.
     """
     if home.single is not None or not home.exists(RECORD) or home.size(RECORD) > RECORD_LIMIT:
         return
     stated = set(_GLOBAL_STEP.findall(home.read_whole(RECORD, limit=RECORD_LIMIT)))
-    counts = _optimizer_counts(tree, catalog)
-    if len(stated) != 1 or len(counts) != 1:
+    if len(stated) != 1:
         return
-    (recorded,), (counted,) = map(int, stated), counts
-    may_skip = any(name.startswith(SCALER) for name in home.names())
+
+    recorded = int(next(iter(stated)))
+    may_skip = any(name.startswith(SCALER) for name in home.names()) or bool(catalog.extras.get("skipped_steps"))
     most_skipped = FEW_SKIPPED + recorded // MANY_STEPS if may_skip else 0
-    if recorded - most_skipped <= counted <= recorded:
-        return
-    yield InconsistentCheckpoint(
-        f"the optimizer has made {counted:g} steps, {RECORD} belongs to step {recorded}",
+
+    counts = _optimizer_counts(tree, catalog)
+    counted = next(iter(counts)) if len(counts) == 1 else recorded
+    if not recorded - most_skipped <= counted <= recorded:
+        yield _refuse_other_step(home, f"the optimizer has made {counted:g} steps", recorded)
+
+    for name, calls in _scheduler_counts(home):
+        # accelerate may call a schedule once for each rank: then its count is that many times as high
+        steps = {calls / ranks for ranks in (1, _count_ranks(home))}
+        if not any(recorded - most_skipped <= step <= recorded for step in steps):
+            yield _refuse_other_step(home, f"the schedule in {name} has made {calls} steps", recorded)
+
+
+def _refuse_other_step(home: Tree, found: str, recorded: int) -> InconsistentCheckpoint:
+    """The error (E0305) for a part of a trainer's folder that is of another step than its record. found: what it is."""
+    return InconsistentCheckpoint(
+        f"{found}, {RECORD} belongs to step {recorded}",
         code="E0305",
         path=home.display(RECORD),
         hint="parts of two saves are in the folder: fetch one save whole; --lenient takes it as it is",
     )
+
+
+def _scheduler_counts(home: Tree) -> Iterator[tuple[str, int]]:
+    """(file, how often it was called) of each schedule beside the record that counts calls.
+
+    ReduceLROnPlateau and schedules made like it count what they are given to judge, an epoch or an evaluation."""
+    for name in filter(SCHEDULER.fullmatch, home.names()):
+        try:
+            extras = read_content(home, name).extras
+        except StorageError:
+            raise
+        except CkptError:  # it stays among the files that are not read
+            continue
+        if not isinstance(extras, Mapping) or PLATEAU in extras:
+            continue
+        calls = extras.get("last_epoch")
+        if type(calls) is int:
+            yield name, calls
+
+
+def _count_ranks(home: Tree) -> int:
+    """The ranks of the job, by the RNG states that each of them left; at least 1."""
+    return max(1, sum(1 for name in home.names() if _RNG_OF_RANK.fullmatch(name)))
 
 
 def _optimizer_counts(tree: Tree, catalog: Catalog) -> set[float]:

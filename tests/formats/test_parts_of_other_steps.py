@@ -1,4 +1,5 @@
-"""A trainer's folder whose record is of another step than its optimizer: refused by writers, found by `verify`."""
+"""A trainer's folder whose record is of another step than its optimizer or its schedule: refused by writers, found by
+`verify`."""
 
 from __future__ import annotations
 
@@ -40,3 +41,54 @@ def test_parts_of_two_steps(optimizer_step, recorded, scaler, code, tmp_path, ca
     assert run(["verify", source]) == (1 if code else 0)
     if code:
         assert run(["convert", source, str(tmp_path / "out"), "--to", "dcp", "--lenient"]) == 0
+
+
+def scheduled(folder: Path, calls: int, *, plateau: bool = False) -> None:
+    """The schedule of a run that called it so often."""
+    optimizer = torch.optim.AdamW(torch.nn.Linear(4, 3).parameters())
+    if plateau:
+        metric = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        for _ in range(calls):
+            metric.step(1.0)
+        torch.save(metric.state_dict(), folder / "scheduler.pt")
+        return
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    for _ in range(calls):
+        optimizer.step()
+        schedule.step()
+    torch.save(schedule.state_dict(), folder / "scheduler.pt")
+
+
+@pytest.mark.parametrize(
+    ("calls", "ranks", "scaler", "plateau", "code"),
+    [
+        (10, 0, False, False, 0),
+        (5, 0, False, False, 3),
+        (15, 0, False, False, 3),
+        (20, 2, False, False, 0),  # accelerate calls it once for each rank
+        (10, 2, False, False, 0),
+        (5, 2, False, False, 3),
+        (8, 0, True, False, 0),
+        (11, 0, True, False, 3),
+        (1, 0, False, True, 0),
+    ],
+)
+def test_schedule_of_another_step(calls, ranks, scaler, plateau, code, tmp_path, capfd):
+    source = saved(tmp_path / "in", 10, 10, scaler=scaler)
+    scheduled(tmp_path / "in", calls, plateau=plateau)
+    for rank in range(ranks):
+        torch.save({"cpu": torch.get_rng_state()}, tmp_path / f"in/rng_state_{rank}.pth")
+    assert run(["convert", source, str(tmp_path / "out"), "--to", "dcp"]) == code
+    error = capfd.readouterr().err
+    assert ("E0305" in error) == ("scheduler.pt" in error) == (code == 3)
+    assert run(["verify", source]) == (1 if code else 0)
+    assert run(["audit", source]) == (1 if code else 0)
+    assert ("E0305" in capfd.readouterr().out) == bool(code)
+
+
+def test_schedule_of_an_optimizer_that_is_not_read(tmp_path, capfd):
+    source = saved(tmp_path / "in", 10, 10)
+    scheduled(tmp_path / "in", 5)
+    (tmp_path / "in/optimizer.pt").unlink()
+    assert run(["verify", source]) == 1
+    assert "E0305" in capfd.readouterr().out
