@@ -110,7 +110,7 @@ MADE = {"convert": 3, "*": 0}
 HUB = ("--to", "safetensors")
 NAMED = (MADE, "want a number", HUB)
 STRANGE = (MADE, "has a tensor a", HUB)
-NO_ROPE = (MADE, "of no rope", HUB)
+NO_ROPE = (MADE, "no rope that Llama 3 has", HUB)
 CASES = [
     ("G1 cut in the head", cut(20), 3, "bytes"),
     ("G2 cut in the pairs", cut(50), 3, "cut short"),
@@ -160,9 +160,9 @@ CASES = [
     ("G47 rope without a width", config("llama", (ROPE, BEHIND_ROPE), 96), *NO_ROPE),
     ("G48 rope of the widest head", config("llama", (ROPE, BEHIND_ROPE), 96, **WIDE), *NO_ROPE),
     ("G49 a count that is too small", file(count=1), 3, "more rows than are counted"),
-    ("G50 a row that was taken out", file(tensors=(A,)), 3, "behind the last tensor"),
+    ("G50 a row that was taken out", file(tensors=(A,)), 3, "after the last tensor"),
     ("G51 values in another order", file(tensors=(("a", (8, 2), 0, 64), ("b", (8, 2), 0, 0))), 3, "begins at byte"),
     ("G52 a type of fewer bytes", file(tensors=(("a", (8, 2), 1, 0), B)), 3, "begins at byte"),
-    ("G53 an alignment that was not used", file(**pair("general.alignment", u32(1))), 3, "behind the last tensor"),
+    ("G53 an alignment that was not used", file(**pair("general.alignment", u32(1))), 3, "after the last tensor"),
     ("G39 files that are not there", splits((0, 9999, 1), names=["m-00001-of-09999.gguf"]), 3, "9998 of 9999"),
 ]  # fmt: skip

@@ -120,7 +120,12 @@ CASES = [
         ("master",),
     ),
     ("PD9 masters lost", edited(PLAIN, "optimizer.pdopt", lambda v: v.pop(MASTERS)), 3, ("master weights",)),
-    ("PD10 a master lost", edited(PLAIN, "optimizer.pdopt", lambda v: v[MASTERS].popitem()), 3, ("1 master weights",)),
+    (
+        "PD10 a master lost",
+        edited(PLAIN, "optimizer.pdopt", lambda v: v[MASTERS].popitem()),
+        3,
+        ("1 master weight that",),
+    ),
     (
         "PD11 a weight lost",
         edited(PLAIN, "model_state.pdparams", lambda v: v.pop(QUERY)),

@@ -476,7 +476,7 @@ CASES = [
     ("D25-itself", put(itself()), UNREAD, ()),
     ("D25-itself-beside-a-weight", put(beside(b"}q\x00X\x01\0\0\0ah\x00s")), UNREAD, ("holds itself",)),
     ("D25-meta-tensor", put(beside(meta_tensor())), UNREAD, ("meta tensor", "accelerator.save_model")),
-    ("D25-object-array", put(beside(array("O8", b"](K\1K\2e"))), UNREAD, ("numpy array of |o",)),
+    ("D25-object-array", put(beside(array("O8", b"](K\1K\2e"))), UNREAD, ("numpy array of python objects",)),
     ("D25-array-of-big-endian", put(beside(array("f4", b"U\x08" + b"\0" * 8, b">"))), UNREAD, (">f4", "little-endian")),
     ("D25-array-as-a-weight", put(beside(array("f4", b"U\x08" + b"\0" * 8))), 0, ()),
     ("D25-list-of-averages", put(state(w=tensor(), shadow_params=listed(tensor(), tensor()))), UNREAD, ("shadow",)),

@@ -157,7 +157,7 @@ row(
     3,
     "no sizes",
     DEQUANTIZE,
-    tensor(NF4_STATE, text(b'{"shape": [16, 16], "blocksize": 0}')),
+    tensor(NF4_STATE, text(b'{"shape": [64, 96], "blocksize": 0}')),
     verify=1,
 )
 row("Q12 scales that are no numbers", PACKED, 3, "a scale is NaN", DEQUANTIZE,
@@ -204,7 +204,7 @@ row(
     "T5 settings as deep as can be",
     QWEN,
     3,
-    "containers",
+    "nested more than",
     GGUF,
     replaced("tokenizer_config.json", b"[" * 100_000),
     audit=1,

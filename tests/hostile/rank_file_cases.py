@@ -69,7 +69,17 @@ def built(folder):
 
 
 def object_array(folder):
-    """A NumPy array of Python objects."""
+    """A NumPy array of Python objects, whole: its values are read as a list."""
+    return objects(b"](K\1K\2e")
+
+
+def addresses(folder):
+    """A NumPy array of Python objects with bytes for values, which NumPy would follow as addresses."""
+    return objects(b"C\x10" + b"A" * 16)
+
+
+def objects(values):
+    """A NumPy array of two Python objects. values: the opcodes of what its state has for them."""
     kind = (
         name("numpy", "dtype")
         + text("O8")
@@ -78,7 +88,7 @@ def object_array(folder):
         + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK?tb"
     )
     empty = name("numpy.core.multiarray", "_reconstruct") + name("numpy", "ndarray") + b"K\0\x85" + text("b") + b"\x87R"
-    return empty + b"(K\1K\2\x85" + kind + b"\x89](K\1K\2etb"
+    return empty + b"(K\1K\2\x85" + kind + b"\x89" + values + b"tb"
 
 
 def bomb(folder):
@@ -113,6 +123,8 @@ def poisoned(fixture, filename, payload):
     return make
 
 
+INDEX = ".metadata"  # without it nothing is left that verify could judge
+
 ARGUMENT = b"tp_comm_bootstrap_backend"  # which decides nothing
 
 
@@ -140,7 +152,16 @@ CASES = [
         for kind, fixture, filename in KINDS[1::3]
     ),
     *(
-        (f"D17-{kind}", poisoned(fixture, filename, object_array), 3, ("python objects", filename))
+        (
+            f"D17-{kind}",
+            poisoned(fixture, filename, addresses),
+            {"*": 3, "verify": 3 if filename.endswith(INDEX) else 1},
+            ("python objects", filename),
+        )
+        for kind, fixture, filename in KINDS[2::3]
+    ),
+    *(
+        (f"D25-objects-{kind}", poisoned(fixture, filename, object_array), 0, ())
         for kind, fixture, filename in KINDS[2::3]
     ),
 ]

@@ -232,7 +232,7 @@ class Array(NamedTuple):
         path = value.path
         at = value.offset
         if layout.codec and nbytes > LARGEST_RATIO * value.nbytes:
-            raise self._fault(f"no chunk of {value.nbytes} bytes becomes {nbytes}, decompressed", value)
+            raise self._fault(f"{value.nbytes} bytes can't be a compressed chunk of {nbytes} bytes", value)
 
         if layout.codec:
             path = Compressed(value.path, value.offset, value.nbytes, nbytes, layout.codec).view
