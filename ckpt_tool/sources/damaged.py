@@ -152,10 +152,6 @@ def _without_torn(opened: Opened, parts: MissingParts) -> tuple[Opened, int]:
     hidden = {path for path in catalog.files if opened.tree.display(path) in opened.tree.hidden}
     torn = {fault.key for fault in faults_of(catalog.tensors.values(), catalog.indexes)}
     torn |= {str(key) for key in parts.tensors}
-    if hidden:  # an index may say where everything is, so that its reader opens no file
-        for key, tensor in catalog.tensors.items():
-            if any(chunk.array.path in hidden for chunk in tensor.chunks):
-                torn.add(str(key))
     kept = catalog.tensors
     if torn:
         kept = {key: tensor for key, tensor in catalog.tensors.items() if str(key) not in torn}
