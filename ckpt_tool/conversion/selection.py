@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ckpt_tool.conversion.average_suggestion import hint_for_averages
 from ckpt_tool.conversion.optimizer_groups import without_removed
 from ckpt_tool.core.buffers import is_buffer
 from ckpt_tool.core.catalog import Unread
@@ -161,7 +162,8 @@ def _refuse_other_names(state: str, taken: Collection[str], model: Collection[st
             code="E2974",
             key=strangers[0],
             faults=[f"{name} is no weight of the model" for name in strangers[1:50]],
-            hint="--remove-keys leaves out what is not meant, --rename OLD=NEW gives one of the two the other's names",
+            hint=hint_for_averages(list(taken), list(model))
+            or "--remove-keys leaves out what is not meant, --rename OLD=NEW gives one of the two the other's names",
         )
 
 
