@@ -131,7 +131,7 @@ def held(chosen: Chosen, job: Conversion) -> Chosen:
     if extras and not fmt.holds.extras:
         if "extras" in requested:
             raise UsageError(f"--to {fmt.name} has no place for extras", code="E0257", hint="add --drop extras")
-        dropped.append(extras_left_behind(extras, f"{fmt.name} has no place for them"))
+        dropped.append(extras_left_behind(extras, f"{fmt.name} has no place for them", chosen.sources))
         extras = {}
     dtypes = dtypes_of(writing)
     unheld = [

@@ -97,7 +97,7 @@ def wanted_tensors(chosen: Chosen, job: Conversion) -> Chosen:
     dropped += _unread_left(catalog.unread)
     extras = catalog.extras
     if extras and (not requested(EXTRAS) or unwanted(EXTRAS)):
-        dropped.append(extras_left_behind(extras, AS_REQUESTED))
+        dropped.append(extras_left_behind(extras, AS_REQUESTED, chosen.sources))
         extras = {}
     if removed or goes:
         stays: Iterable[LogicalTensor] = [catalog.tensors[key] for key in kept if key.state not in goes]

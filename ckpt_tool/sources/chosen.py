@@ -22,6 +22,8 @@ from ckpt_tool.core.tensor import EXTRAS, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import Format
+from ckpt_tool.formats.state_dict.numbers_of_model import levels_of_model, numbers_of_model
+from ckpt_tool.formats.state_dict.tree import dotted
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import VARIANTS, Writing
 from ckpt_tool.plan.moves import Stored
@@ -159,9 +161,20 @@ def left_behind(tensors: Iterable[LogicalTensor], reason: str, *, named: bool = 
     ]
 
 
-def extras_left_behind(names: Iterable[object], reason: str) -> dict[str, Any]:
-    """The entry of the report for extras that are not written."""
-    return {"state": EXTRAS, "tensors": 0, "bytes": 0, "names": sorted(map(str, names)), "reason": reason}
+def extras_left_behind(extras: Mapping[str, Any], reason: str, sources: Iterable[Opened]) -> dict[str, Any]:
+    """The entry of the report for extras that are not written.
+
+    A plain number inside the model's own state dict may be a parameter of it (`logit_scale`): it is named itself, and
+    not by the level that the model is on.
+    """
+    levels = levels_of_model(tensor for opened in sources for tensor in opened.catalog.tensors.values())
+    names: list[str] = []
+    for name, value in extras.items():
+        numbers, has_more = numbers_of_model(value, (name,), levels)
+        names += [f"{dotted(path)} (a number)" for path in numbers]
+        if has_more or not numbers:
+            names.append(str(name))
+    return {"state": EXTRAS, "tensors": 0, "bytes": 0, "names": sorted(names), "reason": reason}
 
 
 def refuse_saved_plan(writing: Writing, option: str) -> None:
