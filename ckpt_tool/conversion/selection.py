@@ -16,6 +16,7 @@ from ckpt_tool.formats.adapters.lone import PeftHints
 from ckpt_tool.formats.beside import RECIPE, RECIPE_OF_RUN, UNREAD, has_recipe, optimizer_files
 from ckpt_tool.formats.soundness import check_sound
 from ckpt_tool.formats.steps import other_steps, trainer_step
+from ckpt_tool.formats.two_models import two_in_one_state
 from ckpt_tool.options.writing import EMA_THEN_MODEL
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.sources.chosen import AS_REQUESTED, Chosen, Conversion, extras_left_behind, left_behind
@@ -47,10 +48,20 @@ def sound(chosen: Chosen, job: Conversion) -> Chosen:
     opened.catalog.check()
     if not job.reading.lenient:
         more = list(_other_saves(opened))
+        more += two_in_one_state(opened.tree, opened.catalog, _removed_extras(opened, job))
         more += _faults_of_adapter(opened, job)
         check_sound(opened.catalog, opened.format.holds, more)
     refuse_left_optimizer(opened, job)
     return chosen.noted(*opened.own_objects())
+
+
+def _removed_extras(opened: Opened, job: Conversion) -> Collection[TensorKey]:
+    """The tensors among the extras that the user's patterns leave out."""
+    writing = job.writing
+    extras = [key for key in opened.catalog.tensors if key.state == EXTRAS]
+    if not extras or not (writing.remove_keys or writing.keep_keys):
+        return ()
+    return removed_keys(extras, remove=writing.remove_keys, keep=writing.keep_keys, model_only=writing.model_only)
 
 
 def _faults_of_adapter(opened: Opened, job: Conversion) -> Iterator[CkptError]:

@@ -26,6 +26,7 @@ from ckpt_tool.formats.adapters.pairs import find_adapter_faults
 from ckpt_tool.formats.base import WEIGHT_SUFFIXES
 from ckpt_tool.formats.soundness import unsound
 from ckpt_tool.formats.steps import other_steps, trainer_step
+from ckpt_tool.formats.two_models import two_in_one_state
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.sources.opening import LFS_POINTER, Opened, open_source
 from ckpt_tool.storage.safetensors_files.safetensors_file import looks_like_header, read_header, refuse_twin
@@ -65,6 +66,7 @@ def findings_of(opened: Opened, *, complete: bool = True) -> tuple[list[dict[str
         *(unsound(catalog, opened.format.holds) if complete else ()),
         *other_steps(opened.tree, catalog),
         *trainer_step(opened.outer or opened.tree, opened.tree, catalog),
+        *two_in_one_state(opened.tree, catalog),
         *find_adapter_faults(catalog),
     ]
     notes = [row(note.code, note.message, note.key, file=note.path) for note in catalog.notes if note.code in UNSOUND]

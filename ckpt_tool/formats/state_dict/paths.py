@@ -76,6 +76,7 @@ from ckpt_tool.formats.state_dict.words import (
     OPTIMIZER_ROOTS,
     OPTIMIZER_STATES,
     is_average,
+    is_second_model,
 )
 
 UNNAMED = "N-unnamed-parameters"  # the note on an optimizer whose numbers keep
@@ -367,6 +368,7 @@ class _Naming:
                     self.keys[i] = TensorKey(clean(dotted(path[len(self.root) :])))
                 else:
                     self._extra(i)
+            self._note_second_models(rest)
             self._refuse_parts([i for i in rest if self.leaves[i].path[: len(self.root)] == self.root], is_flat=False)
             return
 
@@ -406,6 +408,26 @@ class _Naming:
             tops = dict.fromkeys(str(path[0]) for path in named)
             self.note(
                 "N-bare-model", f"no level is called model: all tensors are taken for it, under {', '.join(tops)}"
+            )
+
+    def _note_second_models(self, members: Sequence[int]) -> None:
+        """Note what hangs on another level that a model may be called by. members: leaves of the model and extras."""
+        others: dict[str, list[Path]] = {}
+        for i in members:
+            path = self.leaves[i].path
+            if is_second_model(path, self.root or ()):
+                others.setdefault(str(path[0]), []).append(path)
+        if not others:
+            return
+
+        shown = dotted(self.root or ())
+        names = {candidate.name for candidate in self._model()}
+        for word, paths in others.items():
+            is_as_model = all(clean(dotted(path[1:])) in names for path in paths)
+            what = "under the model's names too" if is_as_model else "of another model"
+            self.note(
+                "N-second-model",
+                f"{word} holds {len(paths)} tensors {what}, which are kept as extras: the model is read from {shown}",
             )
 
     def _is_of_a_trainer(self, path: Path) -> bool:

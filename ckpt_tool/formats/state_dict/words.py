@@ -6,6 +6,7 @@ Sources: those of `formats.state_dict.paths`, which says what each means where i
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 MODEL_ROOTS = ("model", "model_state_dict", "state_dict", "model_state", "module", "net", "network", "params")
 OPTIMIZER_ROOTS = frozenset(
@@ -82,6 +83,18 @@ _OTHER_SHAPES = (
     "master_weight",
 )
 OPTIMIZER_STATES = frozenset((*SAME_SHAPE, *_OTHER_SHAPES))
+
+
+def is_second_model(path: Sequence[str | int], root: Sequence[str | int]) -> bool:
+    """Is a tensor at this path below a top level that a model may be called by, but not the model's own?
+
+    Args:
+        root: the level that the model is read from.
+
+    >>> is_second_model(("state_dict", "w"), ("model",)), is_second_model(("epoch",), ("model",))
+    (True, False)
+    """
+    return bool(root) and len(path) > 1 and path[0] in MODEL_ROOTS and path[0] != root[0]
 
 
 def is_average(word: str) -> bool:
