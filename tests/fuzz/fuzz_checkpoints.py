@@ -445,7 +445,7 @@ def _floats(files: dict[str, bytes]) -> None:
     from ckpt_tool.core.tensor import TensorKey
     from ckpt_tool.errors import CkptError
     from ckpt_tool.formats import registry
-    from ckpt_tool.quantised.dequantize import _dtype
+    from ckpt_tool.quantised.dequantize import _model_dtype
     from ckpt_tool.quantised.floats import recipe
     from ckpt_tool.quantised.kept_whole import found_in
     from ckpt_tool.run.computed import Input
@@ -458,7 +458,7 @@ def _floats(files: dict[str, bytes]) -> None:
         tensors = {key.name: each for key, each in fmt.read(tree).tensors.items()}
         config = config_in(tree)
         scheme, found = found_in({name: TensorKind(each.dtype, each.shape) for name, each in tensors.items()}, config)
-        _dtype(config)
+        _model_dtype(config)
         for weight in found.weights.values() if scheme is None or scheme.known else ():
             inputs = {name: Input(tensors[name], tree) for name in weight.names}
             made = recipe(weight, TensorKey(weight.made), inputs, lambda each: _integers(files, each))
