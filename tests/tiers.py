@@ -31,9 +31,13 @@ TESTS = Path(__file__).resolve().parent
 ONE_OF = 32
 ONE_OF_A_FILE = 3
 FEW = 4  # like cases that all run by default; of more, half
-# those that train, measure, kill or compile, and one whose cases take seconds to find in all fixtures
+# those that train, measure, kill or compile, those that read all sources for seconds, and one whose cases take seconds
+# to find in all fixtures
 SLOW_PLACES = frozenset(
-    {"acceptance", "bench", "compiled", "faults", "guide", "harness", "kernels", "packaging", "test_numbers.py"}
+    """
+    acceptance bench compiled faults guide harness kernels packaging test_numbers.py test_plain_words.py
+    test_readable.py
+    """.split()
 )
 
 Case = TypeVar("Case")
