@@ -34,7 +34,8 @@ from ckpt_tool.storage.source import Tree
 TRIES = 100  # damaged files that are named one by one
 # What a damaged directory of a zip looks like: a reader can't tell it from a zip that was made to read as two.
 ZIP_CONTRADICTIONS = frozenset({"E0430", "E0431", "E0432", "E0433", "E0434", "E0435", "E0436", "E0437", "E0438"})
-ITEM_MISMATCH = "E0394"  # an item of a DCP is not what the metadata says
+# An item of a DCP is not what the metadata says; a file of Paddle's ranks does not begin as a pickle.
+OTHER_FORMS = frozenset({"E0394", "E1305"})
 # Notes that only repeat that a file was left out.
 CONSEQUENCES = frozenset({"W-total-size", "W-extra-tensors", "W-rank-file-missing"})
 _PARTS = (*WEIGHT_SUFFIXES, ".distcp")
@@ -87,7 +88,7 @@ def open_rest(src: str, reading: Reading, fault: CkptError) -> Damaged | None:
 def is_damage_of_bytes(fault: CkptError) -> bool:
     """Does the fault say that bytes of a file are not those that were written?"""
     is_ambiguous = isinstance(fault, UnsafeInput) and fault.code in ZIP_CONTRADICTIONS
-    return isinstance(fault, CorruptFile) or is_ambiguous or fault.code == ITEM_MISMATCH
+    return isinstance(fault, CorruptFile) or is_ambiguous or fault.code in OTHER_FORMS
 
 
 def refusal_of(fault: CkptError) -> dict[str, Any] | None:
