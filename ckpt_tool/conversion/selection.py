@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckpt_tool.conversion.average_suggestion import hint_for_averages
 from ckpt_tool.conversion.optimizer_groups import without_removed
 from ckpt_tool.core.buffers import is_buffer
 from ckpt_tool.core.catalog import Unread
@@ -168,6 +167,8 @@ def _refuse_other_names(state: str, taken: Collection[str], model: Collection[st
     strangers = [name for name in taken if name not in model]
     missing = [name for name in model if name not in taken]
     if strangers and missing:
+        from ckpt_tool.conversion.average_suggestion import hint_for_averages
+
         raise InconsistentCheckpoint(
             f"--as-model {state}: {strangers[0]} is no weight of the model, which has {missing[0]}",
             code="E2974",

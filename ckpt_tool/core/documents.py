@@ -330,6 +330,15 @@ class WorstTensor(TypedDict):
     max_ulp: int | None
 
 
+class WorstOfTwoDtypes(TypedDict):
+    """The tensor of a group whose values, of two dtypes, differ most as numbers."""
+
+    name: str
+    rel_l2: float | None
+    cosine: float | None
+    max_abs: float | None
+
+
 class DifferenceGroup(TypedDict):
     """The tensors of one state whose names are equal but for numbers."""
 
@@ -341,6 +350,9 @@ class DifferenceGroup(TypedDict):
     changed: int
     other_shape: int
     other_dtype: int
+    dtypes: NotRequired[list[str]]  # the pairs of dtypes of those counted by `other_dtype`
+    equal_values: NotRequired[int]  # how many of these are equal as numbers
+    dtype_worst: NotRequired[WorstOfTwoDtypes | None]
     only_left: int
     only_right: int
     rel_l2: float | None

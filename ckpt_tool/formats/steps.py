@@ -29,7 +29,6 @@ from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.tensor import STEP, StoredArray
 from ckpt_tool.errors import CkptError, InconsistentCheckpoint, StorageError
 from ckpt_tool.formats.beside import SCHEDULER
-from ckpt_tool.formats.state_dict.content import read_content
 from ckpt_tool.storage.source import Tree
 
 LEAST = 2  # counters of a file: one may belong to a parameter that counts apart
@@ -119,6 +118,8 @@ def _scheduler_counts(home: Tree) -> Iterator[tuple[str, int]]:
     """(file, how often it was called) of each schedule beside the record that counts calls.
 
     ReduceLROnPlateau and schedules made like it count what they are given to judge, an epoch or an evaluation."""
+    from ckpt_tool.formats.state_dict.content import read_content  # most steps have no schedule next to them
+
     for name in filter(SCHEDULER.fullmatch, home.names()):
         try:
             extras = read_content(home, name).extras

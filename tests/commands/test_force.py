@@ -280,7 +280,8 @@ def test_a_signed_output_with_its_attestation_is_replaced(tmp_path: Path, capfd:
 
 @pytest.mark.parametrize("name", ["out", "out.safetensors"])
 def test_where_names_can_not_be_exchanged(tmp_path: Path, capfd: Any, monkeypatch: Any, name: str) -> None:
-    """By three renames; of a run that was killed after the first, the old output comes back under its name."""
+    """A file is linked and renamed, a folder takes two renames; nothing is left under a hidden name. What comes of a
+    kill between them is in `faults/test_replacing`."""
 
     class Old:
         """A C library without renameat2."""
@@ -291,14 +292,6 @@ def test_where_names_can_not_be_exchanged(tmp_path: Path, capfd: Any, monkeypatc
     for _ in range(2):
         assert convert(out, capfd, to=to)[0] == 0
         assert os.listdir(tmp_path) == [name]
-    before = everything(out)
-    staging._mark_replaced(out)
-    os.rename(out, tmp_path / f".{name}.ckpt-replaced")
-    if not staging.was_replaced(tmp_path / f".{name}.ckpt-replaced"):
-        pytest.skip("this file system has no marks")
-    status, error = convert(out, capfd, to=to)
-    assert (status, error["code"]) == (5, "E2830") and everything(out).keys() == before.keys()
-    assert convert(out, capfd, to=to)[0] == 0 and os.listdir(tmp_path) == [name]
 
 
 def test_a_list_of_modules_accounts_for_modules_alone(tmp_path: Path, capfd: Any) -> None:

@@ -54,7 +54,7 @@ def test_what_overflows_is_refused_and_counted(dtype: str, source: torch.dtype, 
     assert refused.returncode == 3, refused.stderr
     error = json.loads(refused.stderr)["error"]
     assert error["code"] == "E0350" and error["message"].startswith(f"{lost} ")
-    assert error["faults"] == [f"w: {lost} values"] and not (tmp_path / "out").exists()
+    assert error["faults"] == [f"w: {lost} value{'s' if lost > 1 else ''}"] and not (tmp_path / "out").exists()
     shown = ckpt(*line, "--allow-lossy")
     assert shown.returncode == 0 and f"w: {lost} value" in shown.stdout, shown.stdout
     done = ckpt(*line, "--json", "--allow-lossy", "--force")

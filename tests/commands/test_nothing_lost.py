@@ -303,9 +303,10 @@ def test_a_file_in_a_replaced_output_stays_however_often_one_cleans(
 
     exchange = platform_calls.exchange
 
-    def exchange_and_meddle(old: Path, new: Path, aside: Path) -> None:
-        exchange(old, new, aside)
-        _write(old / "late" / "chapter.tex")
+    def exchange_and_meddle(old: Path, new: Path, aside: Path) -> Path:
+        replaced = exchange(old, new, aside)
+        _write(replaced / "late" / "chapter.tex")
+        return replaced
 
     shutil.copytree(SOURCE, place / "out")
     line = ["convert", str(JOB), str(place / "out"), "--to", "sharded", "--force", "-q"]
