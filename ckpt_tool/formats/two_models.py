@@ -23,9 +23,6 @@ from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.tensor import EXTRAS, LogicalTensor, TensorKey
 from ckpt_tool.core.wrapper_words import clean
 from ckpt_tool.errors import InconsistentCheckpoint
-from ckpt_tool.formats.state_dict.roots import Roots
-from ckpt_tool.formats.state_dict.tree import dotted
-from ckpt_tool.formats.state_dict.words import is_second_model
 
 if TYPE_CHECKING:
     from ckpt_tool.core.catalog import Catalog
@@ -87,6 +84,11 @@ def two_in_one_state(
     Args:
         removed: tensors that the user leaves out: where a whole level is, the other one is meant.
     """
+    # A folder of safetensors files is looked at without any reader of pickles.
+    from ckpt_tool.formats.state_dict.roots import Roots
+    from ckpt_tool.formats.state_dict.tree import dotted
+    from ckpt_tool.formats.state_dict.words import is_second_model
+
     roots = catalog.hints.get(Roots)
     if roots is None or not roots.model:
         return
