@@ -57,8 +57,10 @@ def sound(chosen: Chosen, job: Conversion) -> Chosen:
 def _removed_extras(opened: Opened, job: Conversion) -> Collection[TensorKey]:
     """The tensors among the extras that the user's patterns leave out."""
     writing = job.writing
+    if not (writing.remove_keys or writing.keep_keys):
+        return ()
     extras = [key for key in opened.catalog.tensors if key.state == EXTRAS]
-    if not extras or not (writing.remove_keys or writing.keep_keys):
+    if not extras:
         return ()
     return removed_keys(extras, remove=writing.remove_keys, keep=writing.keep_keys, model_only=writing.model_only)
 
