@@ -25,7 +25,7 @@ from ckpt_tool.families.config import is_paddle
 from ckpt_tool.formats.base import Format
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.sources.chosen import Chosen
-from ckpt_tool.sources.config import NAME, without_degrees
+from ckpt_tool.sources.config import NAME, change_config, without_degrees
 
 if TYPE_CHECKING:
     from ckpt_tool.families.table import Table
@@ -151,7 +151,7 @@ def untie_own_head(
     for level in changed:
         before = _inner_config(config, level).get(TIED)
         if before is not False:
-            config = _with_inner(config, level, {TIED: False})
+            config = change_config(config, level, {TIED: False})
             where = ".".join((*level, TIED))
             notes.append(f"{where} becomes False: {reason}" + (f"; it was {before}" if before is not None else ""))
     return config, tuple(notes)
@@ -163,13 +163,6 @@ def _inner_config(config: Mapping[str, Any], path: tuple[str, ...]) -> Mapping[s
     for key in path:
         inner = inner[key]
     return inner if isinstance(inner, Mapping) else {}
-
-
-def _with_inner(config: Mapping[str, Any], path: tuple[str, ...], values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config with other values in one of its parts."""
-    if not path:
-        return {**config, **values}
-    return {**config, path[0]: _with_inner(config[path[0]], path[1:], values)}
 
 
 def _missing_head(

@@ -14,7 +14,7 @@ and again they are `LazySequence`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
@@ -163,6 +163,11 @@ class WantedTensor(NamedTuple):
         return self.dtype.nbytes(prod(self.shape))
 
 
+def pick_group(values: Iterable[Any], group: type[G]) -> G:
+    """The value of a group of options among those of several groups, with defaults where it is not there."""
+    return next((value for value in values if isinstance(value, group)), group())
+
+
 class LayoutWish(NamedTuple):
     """What is wished of a format with a layout of its own (`formats.base.Holds.own_layout`)."""
 
@@ -177,7 +182,7 @@ class LayoutWish(NamedTuple):
 
     def of(self, group: type[G]) -> G:
         """The options of one system, by their group; their defaults where nobody gave any."""
-        return next((value for value in self.of_systems if isinstance(value, group)), group())
+        return pick_group(self.of_systems, group)
 
 
 @dataclass(frozen=True, slots=True)

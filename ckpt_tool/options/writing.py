@@ -252,7 +252,9 @@ class Writing:
 
     def of(self, group: type[G]) -> G:
         """The options of one system, by their group; their defaults where nobody gave any."""
-        return next((value for value in self.of_systems if isinstance(value, group)), group())
+        from ckpt_tool.core.target import pick_group  # help and completion need nothing of a target
+
+        return pick_group(self.of_systems, group)
 
     @property
     def state_as_model(self) -> str | None:

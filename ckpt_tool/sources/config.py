@@ -16,7 +16,7 @@ What it does not do: run anything, or write (`conversion.side_files`).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib import import_module
 from pathlib import Path
@@ -302,14 +302,14 @@ def _merged(config: Mapping[str, Any], args: Mapping[str, Any]) -> ModelConfig:
     changed = {key: here.get(key) for key in dict.fromkeys((*here, *there)) if here.get(key) != there.get(key)}
     note = f"{NAME} is older than Megatron's arguments, which are taken: {'; '.join(wrong)}"
     path = whole.language.split(".") if whole is not None and whole.part(config) is not None else []
-    return ModelConfig(_changed(config, path, changed), (note,), file=True)
+    return ModelConfig(change_config(config, path, changed), (note,), file=True)
 
 
-def _changed(config: Mapping[str, Any], path: list[str], changed: Mapping[str, Any]) -> dict[str, Any]:
+def change_config(config: Mapping[str, Any], path: Sequence[str], changed: Mapping[str, Any]) -> dict[str, Any]:
     """The config with other values, in the part that the keys of `path` lead to."""
     if not path:
         return _with(config, changed)
-    return {**config, path[0]: _changed(config[path[0]], path[1:], changed)}
+    return {**config, path[0]: change_config(config[path[0]], path[1:], changed)}
 
 
 def _with(config: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
