@@ -25,7 +25,7 @@ from ckpt_tool.option_kinds.statement import options_given
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.sources.chosen import Chosen, Conversion, dtypes_of, extras_left_behind, left_behind, written_as
-from ckpt_tool.sources.config import config_in, quantised_config_in
+from ckpt_tool.sources.config import file_config, quantised_config
 from ckpt_tool.sources.select import group_of
 from ckpt_tool.storage.output.destination import Place
 from ckpt_tool.weight_schemes.weights import CODES, part_of
@@ -159,7 +159,7 @@ def _way_out(unheld: LogicalTensor, chosen: Chosen) -> str:
         return "choose another format, or --remove-keys"
     from ckpt_tool.quantised.kept_whole import found_in, model_kinds
 
-    config = chosen.config if chosen.config is not None else quantised_config_in(chosen.sources[0].tree)
+    config = chosen.config if chosen.config is not None else quantised_config(chosen.sources[0])
     scheme, found = found_in(model_kinds(row.tensor for row in chosen.stored), config, checked=False)
     if unheld.key.name in found.names or (scheme is not None and part_of(unheld.key.name)):
         return "--dequantize writes quantised weights as floats; else choose another format"
@@ -249,7 +249,7 @@ def wish_of(chosen: Chosen, fmt: Format, writing: Writing) -> LayoutWish:
     """What is wished of a format with a layout of its own."""
     config = chosen.config
     if config is None and fmt.holds.dialect == "paddle":
-        config = config_in(chosen.sources[0].tree)
+        config = file_config(chosen.sources[0])
     degrees = degrees_of(chosen, writing)
     return LayoutWish(
         degrees,

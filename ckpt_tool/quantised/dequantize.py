@@ -22,9 +22,10 @@ from ckpt_tool.quantised.kept_whole import found_in
 from ckpt_tool.quantised.subclasses import header_faults
 from ckpt_tool.quantised.which import is_conv1d
 from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind, refuse_saved_plan, with_computed
-from ckpt_tool.sources.config import quantised_config_in
+from ckpt_tool.sources.config import quantised_config
 from ckpt_tool.weight_schemes.scheme import DeclaredScheme, section
 from ckpt_tool.weight_schemes.weights import (
+    BYTES,
     CONFIG_KEYS,
     MATRIX,
     OF_127,
@@ -35,6 +36,7 @@ from ckpt_tool.weight_schemes.weights import (
     Shape,
     TensorKind,
     WeightFault,
+    is_block_assumed,
 )
 
 if TYPE_CHECKING:
@@ -162,7 +164,7 @@ def model_config(chosen: Chosen) -> Mapping[str, Any] | None:
     """What `--config` says, else the config.json beside the first source."""
     if chosen.config is not None and section(chosen.config) is not None:
         return chosen.config
-    return quantised_config_in(chosen.sources[0].tree) or chosen.config
+    return quantised_config(chosen.sources[0]) or chosen.config
 
 
 def _replace_weights(
@@ -202,7 +204,7 @@ def _replace_weights(
         writing,
         option=OPTION,
         dtypes={TensorKey(name): dtype for name in made_names},
-        notes=(_note(found, writing, dtype),),
+        notes=(_note(found, writing, dtype), *_note_assumed_blocks(found, tensors, config)),
     )
 
     # Weights are stored transposed by some schemes, and the hub has those of Conv1D transposed: where one of both is
@@ -342,6 +344,34 @@ def _model_dtype(config: Mapping[str, Any] | None) -> DType:
 def _note(found: FoundWeights, writing: Writing, dtype: DType) -> str:
     kind = writing.dtypes.get(MODEL) or writing.dtypes.get("") or dtype.name
     return f"{len(found.weights)} quantised weights are written as {kind} ({OPTION})"
+
+
+def _note_assumed_blocks(
+    found: FoundWeights, tensors: Mapping[str, LogicalTensor], config: Mapping[str, Any] | None
+) -> list[str]:
+    """A line for weights of which nothing states how many codes share a scale, and shapes fit more than one number.
+    Scales that are powers of two have blocks of 32 by MX's definition."""
+    if section(config or {}) is not None:
+        return []
+    assumed = [
+        weight
+        for weight in found.weights.values()
+        if weight.codes == BYTES and not _is_mx(weight, tensors) and is_block_assumed(weight)
+    ]
+    if not assumed:
+        return []
+    first = assumed[0]
+    height, width = first.block
+    return [
+        f"no config says how many codes share a scale in {len(assumed)} of them: the shapes fit {height} x {width} in"
+        f" {first.made}, and other blocks too (--config FILE says which)"
+    ]
+
+
+def _is_mx(weight: Quantised, tensors: Mapping[str, LogicalTensor]) -> bool:
+    """Is it of MX's kind: 32 codes of a row share a power of two?"""
+    scale = tensors[weight.parts["scale"]] if "scale" in weight.parts else None
+    return weight.block == (1, 32) and scale is not None and scale.dtype.name in ("U8", "F8_E8M0")
 
 
 def _list_dropped(found: FoundWeights, tensors: Mapping[str, LogicalTensor]) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import UsageError
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.quantised.alike import Alike
-from ckpt_tool.sources.config import quantised_config_in, read_config
+from ckpt_tool.sources.config import quantised_config, read_config
 from ckpt_tool.sources.opening import Opened
 from ckpt_tool.weight_schemes.scheme import found_by, quantisation
 from ckpt_tool.weight_schemes.weights import FoundWeights, TensorKind, has_integers
@@ -64,7 +64,7 @@ def summary(opened: Opened, reading: Reading, listed: Collection[str] | None) ->
 def config_of(opened: Opened, reading: Reading) -> Mapping[str, Any] | None:
     """The config, None where there is none that can be read: what is to be seen of the tensors is seen without."""
     try:
-        return read_config(reading.config) if reading.config else quantised_config_in(opened.tree)
+        return read_config(reading.config) if reading.config else quantised_config(opened)
     except UsageError:
         return None
 

@@ -94,10 +94,14 @@ def config_in(tree: Tree) -> Mapping[str, Any] | None:
     return parsed(tree.read_whole(NAME, limit=LIMIT), tree.display(NAME))
 
 
-def quantised_config_in(tree: Tree) -> Mapping[str, Any] | None:
-    """The `config.json` of a checkpoint, with what a file of a quantiser's own says where it says nothing of
-    quantising: GPTQ's, AWQ's and ModelOpt's tools write one beside it. Raises as `read_config`."""
-    return _with_quantisation(config_in(tree), tree)
+def quantised_config(opened: Opened) -> Mapping[str, Any] | None:
+    """The source's `config.json`, with what a file of a quantiser's own says where it says nothing of quantising:
+    GPTQ's, AWQ's and ModelOpt's tools write one next to it, and may write it alone. Raises as `read_config`."""
+    config = file_config(opened)
+    if config is not None:
+        return config
+    stated = (_with_quantisation(None, tree) for tree in opened.trees)
+    return next((config for config in stated if config is not None), None)
 
 
 def _with_quantisation(config: Mapping[str, Any] | None, tree: Tree) -> Mapping[str, Any] | None:

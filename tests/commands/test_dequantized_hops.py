@@ -46,3 +46,33 @@ def test_codes_do_not_go_to_another_dialect(case: str, to: str, tmp_path: Path) 
         hop(FIXTURES / case, tmp_path / "out", to)
     assert "--dequantize" in (found.value.hint or ""), found.value
     assert not (tmp_path / "out").exists()
+
+
+UNDER_ITS_NAMES = ("deepspeed", "deepspeed-universal", "megatron", "megatron-dist", "paddle-unified", "meta")
+
+
+@pytest.mark.parametrize(
+    ("case", "to"),
+    [
+        *(("quantized/fp8_ct_ragged", to) for to in UNDER_ITS_NAMES),
+        ("quantized/mlx_4bit", "deepspeed"),
+        ("quantized-inputs/gptq_int4_act", "deepspeed"),
+        ("quantized-layouts/bnb_gpt2", "deepspeed"),
+    ],
+)
+def test_codes_are_read_by_the_config_next_to_the_pointer_file(case: str, to: str, tmp_path: Path) -> None:
+    """`latest` leads to `global_step0`, and config.json is at the top: without it blocks are taken from shapes."""
+    source = FIXTURES.parent / case
+    hop(source, tmp_path / "there", to, dialect="keep")
+    hop(source, tmp_path / "want", "safetensors", dequantize=True)
+    hop(tmp_path / "there", tmp_path / "home", "safetensors", dequantize=True, dialect="keep")
+    want, found = (load_file(tmp_path / each / "model.safetensors") for each in ("want", "home"))
+    assert {name: tensor.shape for name, tensor in found.items()} == {name: t.shape for name, t in want.items()}
+    assert all(torch.equal(found[name], tensor) for name, tensor in want.items())
+
+
+def test_blocks_that_only_shapes_tell_have_a_line_in_the_report(tmp_path: Path) -> None:
+    for case, is_assumed in (("fp8_block", True), ("fp8_channel", False), ("mxfp8", False)):
+        source = FIXTURES / case / "model.safetensors"  # the file alone: no config is looked for next to it
+        notes = hop(source, tmp_path / f"{case}.safetensors", "safetensors", dequantize=True)["notes"]
+        assert any("no config says how many codes share a scale" in note for note in notes) == is_assumed, case
