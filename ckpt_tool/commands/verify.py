@@ -8,7 +8,7 @@ opened the files are held against what was signed and attested of them (`signing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,15 +17,16 @@ from ckpt_tool.conversion.on_device import MEMORY, device_of, threads_of
 from ckpt_tool.conversion.unused_options import refuse_unused_reading
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.progress import Progress
-from ckpt_tool.core.tensor import MASTER, TensorKey
+from ckpt_tool.core.tensor import MASTER, LogicalTensor, TensorKey
 from ckpt_tool.errors import REPLICAS_DIFFER, CkptError
+from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import Hashing, ranks_of
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.verbs import Verification
 from ckpt_tool.report.holdings import RankOf, rank_name, whose
-from ckpt_tool.sources.damaged import Damaged, open_rest
+from ckpt_tool.sources.damaged import Damaged, open_rest, refusal_of
 from ckpt_tool.sources.opening import Opened, open_source, resolve, unchanged_sources
-from ckpt_tool.sources.sound import UNSOUND, finding, findings_of, row
+from ckpt_tool.sources.sound import UNSOUND, cut_short, damage_noted, finding, findings_of, row
 from ckpt_tool.storage.opening import open_tree
 from ckpt_tool.storage.records import DAMAGED
 from ckpt_tool.storage.source import Tree
@@ -33,6 +34,7 @@ from ckpt_tool.weight_schemes.weights import has_codes
 
 if TYPE_CHECKING:
     from ckpt_tool.device.library import Device
+    from ckpt_tool.run.rounding import Drift
     from ckpt_tool.signing.checked import Checked
 
 FULL = Verification()
@@ -68,15 +70,17 @@ def _verify_opened(
     """The document of an open checkpoint. damage: what is known to be damaged and is not among its tensors."""
     catalog = opened.catalog
     findings, broken = findings_of(opened, complete=not damage)
+    left_out = damage_noted(catalog)
+    beside = _faults_beside(opened, [*damage, *left_out])
     quantised = _quantised_faults(opened, reading, wanted)
-    first = [*map(finding, sealed.faults), *map(finding, damage)]
+    first = [*map(finding, sealed.faults), *map(finding, damage), *map(finding, beside)]
     read = _Read([*first, *findings, *map(finding, quantised)], dict(catalog.digests))
     if wanted.mode == "full":
         with unchanged_sources(opened):
             _read_all(opened, broken, on, progress, read)
     read.findings = _each_record_once(read.findings)
     _name_ranks(read.findings, opened)
-    return {
+    document = {
         "schema_version": 1,
         "ok": not read.findings,
         "path": opened.path,
@@ -87,8 +91,17 @@ def _verify_opened(
         **sealed.said,
         "uncovered": read.uncovered,
         "nonfinite": {key: count for key, count in read.nonfinite.items() if not key.startswith("bool:")},
-        "notes": [line.message for line in catalog.notes if line.code not in UNSOUND],
+        "notes": [line.message for line in catalog.notes if line.code not in UNSOUND and line.fault not in left_out],
     }
+    refusal = next(filter(None, map(refusal_of, (*left_out, *beside))), None)
+    return document if refusal is None else {**document, "refused": refusal}
+
+
+def _faults_beside(opened: Opened, known: Sequence[CkptError]) -> list[CkptError]:
+    """Damage of files that no reader has taken: a schedule's state, shards next to whole files, a tokenizer's JSON."""
+    taken = {opened.tree.display(path) for path in opened.catalog.files}
+    taken |= {fault.path for fault in known if fault.path is not None}
+    return list(cut_short(opened.tree, taken))
 
 
 def _name_ranks(findings: list[dict[str, Any]], opened: Opened) -> None:
@@ -103,11 +116,28 @@ def _add_ranks(findings: list[dict[str, Any]], paths: dict[str, str], rank_of: R
     """Give each finding in one of `paths` (files as messages show them) its rank, and each in a hidden file."""
     root = f"{tree.display()}/"
     paths = {**{shown: shown.removeprefix(root) for shown in tree.hidden}, **paths}
+    listed = {tree.display(path): path for path in tree.listing()}
     for each in findings:
-        path = paths.get(each["file"] or "")
-        coords = rank_of(path) if path is not None else None
+        file = each["file"] or ""
+        coords = None
+        if file in paths:
+            coords = rank_of(paths[file])
+        elif file in listed:
+            coords = _rank_in_folder(tree, listed[file])
         if coords:
             each["rank"] = rank_name(coords)
+
+
+def _rank_in_folder(tree: Tree, path: str) -> Mapping[str, int] | None:
+    """The rank of a file of another checkpoint below the root, such as verl's `dist_ckpt/`; None where it has none."""
+    folder = path.rpartition("/")[0]
+    if not folder:
+        return None
+    try:
+        fmt = registry.detect(tree.below(folder))[0]
+    except CkptError:
+        return None
+    return ranks_of(fmt, {})(path)
 
 
 def _each_record_once(findings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -134,6 +164,7 @@ def _verify_rest(
             document["notes"].append(
                 f"tensors that were not judged, because a part of them is in what is damaged: {damaged.unjudged}"
             )
+        document["notes"] += [f"without what is damaged: {why}" for why in damaged.reasons]
     else:
         document = _verify_checksums(damaged, wanted, sealed)
     if damaged.refused is not None:
@@ -208,15 +239,24 @@ def _read_all(
     read.findings += damage
     for key, want in catalog.digests.items():
         if read.digests.get(key, want) != want:
-            why = f"the values have digest {read.digests[key]}, recorded was {want}"
-            files = {chunk.array.file for chunk in catalog.tensors[key].chunks}
-            file = opened.tree.display(files.pop()) if len(files) == 1 else None
-            read.findings.append(row("E0352", why, str(key), file=file))
+            read.findings.append(_digest_finding(opened, key, read.digests[key]))
     progress.finish()
     _say_how_far(read.findings, opened)
     read.findings += _boolean_findings(read.nonfinite)
     judged = damaged_tensors.union(each["tensor"] for each in read.findings)
     read.findings += _drift_findings(catalog, opened, judged, on)
+
+
+def _digest_finding(opened: Opened, key: TensorKey, digest: str) -> dict[str, Any]:
+    """The finding on a tensor whose values have another digest than was recorded. A digest is of the whole tensor, so
+    several files that hold parts of it any may be the damaged one: all are named."""
+    catalog = opened.catalog
+    message = f"the values have digest {digest}, recorded was {catalog.digests[key]}"
+    paths = sorted({chunk.array.file for chunk in catalog.tensors[key].chunks if chunk.box.numel})
+    files = [opened.tree.display(path) for path in paths]
+    if len(files) == 1:
+        return row("E0352", message, str(key), file=files[0])
+    return row("E0352", f"{message}: the damage is in one of its {len(files)} files", str(key), files=files)
 
 
 def _quantised_faults(opened: Opened, reading: Reading, wanted: Verification) -> list[CkptError]:
@@ -385,15 +425,31 @@ def _drift_findings(catalog: Catalog, opened: Opened, skip: set[Any], on: Device
         from ckpt_tool.run.rounding import drifts
 
         found = drifts(catalog, opened.tree, skip=known)
-    return [
-        row(
-            "W-master",
-            f"{drift.elements} elements are not what the fp32 master weights round to, the first at "
-            f"{list(drift.first)}: a job that resumes takes the master's",
-            str(drift.key),
-        )
-        for drift in found
-    ]
+    return [_drift_finding(opened, drift) for drift in found]
+
+
+def _drift_finding(opened: Opened, drift: Drift) -> dict[str, Any]:
+    """The finding on a parameter, with the two files that hold its first element: the model's and the master's."""
+    tensors = opened.catalog.tensors
+    keys = (drift.key, drift.key._replace(state=MASTER))
+    paths = [_file_of_element(tensors[key], drift.first) for key in keys]
+    files = list(dict.fromkeys(opened.tree.display(path) for path in paths if path is not None))
+    message = (
+        f"{drift.elements} elements are not what the fp32 master weights round to, the first at {list(drift.first)}: "
+        "a job that resumes takes the master's"
+    )
+    if len(files) == 1:
+        return row("W-master", message, str(drift.key), file=files[0])
+    return row("W-master", message, str(drift.key), files=files)
+
+
+def _file_of_element(tensor: LogicalTensor, index: Sequence[int]) -> str | None:
+    """The file of the first chunk that holds an element."""
+    for chunk in tensor.chunks:
+        box = chunk.box
+        if all(low <= at < high for low, at, high in zip(box.offset, index, box.end, strict=True)):
+            return chunk.array.file
+    return None
 
 
 def _by_state(digests: dict[TensorKey, str]) -> dict[str, dict[str, str]]:

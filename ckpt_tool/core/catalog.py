@@ -41,6 +41,7 @@ class Note(NamedTuple):
     message: str
     path: str | None = None
     key: str | None = None
+    fault: CkptError | None = None  # why a file was left out, where an error says it: `ckpt verify` judges it
 
 
 class Unread(NamedTuple):

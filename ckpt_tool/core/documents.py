@@ -416,6 +416,7 @@ class Finding(TypedDict):
     place: NotRequired[str | None]
     rank: NotRequired[str]
     count: NotRequired[int]
+    files: NotRequired[list[str]]  # where the damage is in one of several and nothing says in which
 
 
 class RefusedFinding(Finding):

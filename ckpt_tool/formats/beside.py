@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from ckpt_tool.core.catalog import Note
 
 if TYPE_CHECKING:
+    from ckpt_tool.errors import CkptError
     from ckpt_tool.storage.source import Tree
 
 UNREAD = "N-optimizer-unread"  # the note on such a file
@@ -59,6 +60,12 @@ def has_recipe(run: Tree) -> bool:
     return run.single is None and run.exists(RECIPE_OF_RUN)
 
 
-def recipe_note(path: str, why: str) -> Note:
-    """The note on the state of torchtune's recipe that is not joined to its model. path: where it is."""
-    return Note(UNREAD, f"{path} is not read: it holds torchtune's optimizer: {why}", path)
+def recipe_note(path: str, why: str, fault: CkptError | None = None) -> Note:
+    """The note on the state of torchtune's recipe that is not joined to its model.
+
+    Args:
+        path: where it is.
+        why: in words.
+        fault: the error that kept it from being read, None where it is only not this model's.
+    """
+    return Note(UNREAD, f"{path} is not read: it holds torchtune's optimizer: {why}", path, fault=fault)

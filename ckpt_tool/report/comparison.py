@@ -8,6 +8,7 @@ bytes that no checksum covers), `signature` and `attestation` (`signing.checked`
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from math import inf
 from statistics import median_low
@@ -24,6 +25,7 @@ LISTED = 40  # lines of a list without -v
 FIRST_STATE_ROWS = 20  # groups of the first state that has any, without -v
 OTHER_STATE_ROWS = 5  # groups of each further state, without -v
 LAYERS_LISTED = 10
+CANDIDATES_SHOWN = 4  # files in one of which the damage is
 ALIKE = 2.0  # layers changed alike where the worst has at most so many times the median of the relative norms
 SMALL_ULP = 16  # a distance in units in the last place that says more than the absolute difference
 SHOWN_ULP = 1024  # a greater distance in units in the last place tells nobody anything
@@ -416,8 +418,18 @@ def place_of(finding: Document) -> str:
     rank = finding.get("rank") or None
     if rank is not None and not rank.startswith("rank "):  # `rank 2` where no more is known than its number
         rank = f"rank {rank}"
-    parts = [finding.get("file"), rank, at_byte, finding.get("place")]
+    file = finding.get("file") or _name_candidates(finding.get("files") or ())
+    parts = [file, rank, at_byte, finding.get("place")]
     return ", ".join(str(part) for part in parts if part)
+
+
+def _name_candidates(files: Sequence[str]) -> str:
+    """`one of a.safetensors, b.safetensors` for a finding that is in one of several files; "" without any."""
+    if not files:
+        return ""
+    names = [os.path.basename(file) for file in files]
+    hidden = len(names) - CANDIDATES_SHOWN
+    return "one of " + ", ".join(names[:CANDIDATES_SHOWN]) + (f" and {hidden} more" if hidden > 0 else "")
 
 
 def _list_uncovered(rows: Sequence[Document]) -> list[Block]:
@@ -442,7 +454,8 @@ def _as_lines(rows: tuple[tuple[Cell, ...], ...]) -> Lines:
     """Long findings, one each: code, message, then where."""
     lines = []
     for code, tensor, file, message in rows:
-        place = ", ".join(str(part) for part in (file, tensor) if part)
+        named = f"tensor {tensor}" if tensor else ""
+        place = ", ".join(str(part) for part in (file, named) if part)
         lines.append(f"{code.text if isinstance(code, Styled) else code}: {message}{f' ({place})' if place else ''}")
     return Lines("findings", tuple(lines), drawn=True)
 

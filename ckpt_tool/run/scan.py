@@ -215,6 +215,7 @@ def _read_one(
             if lent is None:
                 reader.fill(move, block[:nbytes].data, at, end)
         except (InputError, StorageError) as e:
+            e.key = e.key or str(move.key)  # a chunk that does not decompress knows its file alone
             if on_fault is None:
                 raise
             with lock:

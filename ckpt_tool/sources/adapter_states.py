@@ -52,7 +52,7 @@ def with_states(tree: Tree, catalog: Catalog, options: ReadOptions) -> Catalog:
     except StorageError:
         raise
     except CkptError as e:
-        return _left(catalog, e.message)
+        return _left(catalog, e.message, e)
     states = {key: tensor for key, tensor in found.tensors.items() if key.state not in (MODEL, EXTRAS)}
     joined = replace(catalog, unsafe=(*catalog.unsafe, *found.unsafe))
     if len(states) < len(found.tensors):
@@ -70,9 +70,9 @@ def with_states(tree: Tree, catalog: Catalog, options: ReadOptions) -> Catalog:
     )
 
 
-def _left(catalog: Catalog, why: str) -> Catalog:
+def _left(catalog: Catalog, why: str, fault: CkptError | None = None) -> Catalog:
     line = f"not read: the optimizer of the adapter's run, its scheduler and random states: {why}"
-    return replace(catalog, notes=(*catalog.notes, Note("N-no-state", line, STATES)))
+    return replace(catalog, notes=(*catalog.notes, Note("N-no-state", line, STATES, fault=fault)))
 
 
 def _unlike(catalog: Catalog, states: Collection[LogicalTensor], lora: LoraHints) -> Iterator[str]:

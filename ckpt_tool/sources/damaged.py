@@ -10,8 +10,9 @@ counts as one that is missing (`core.missing`): what readers can go on without, 
         damaged.opened      # the checkpoint without that tensor
 
 Where a format has no meaning without the file, `opened` is None and only the checksums of the other files can be
-looked at. A fault of the one index, of a single file, or one that asks for code is no fault of a part: it is raised
-as ever. Cost: the headers once more for each damaged file, at most `TRIES` times.
+looked at. A fault of an index without which nothing can be opened, of a single file, or one that asks for code in a
+file that is whole is no fault of a part: it is raised as ever. Cost: the headers once more for each damaged file, at
+most `TRIES` times.
 """
 
 from __future__ import annotations
@@ -22,22 +23,19 @@ from typing import Any, NamedTuple
 
 from ckpt_tool.core.catalog import faults_of
 from ckpt_tool.core.missing import MissingParts, collected_missing
-from ckpt_tool.errors import CkptError, CorruptFile, UnsafeInput
+from ckpt_tool.errors import CkptError, UnsafeInput
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import WEIGHT_SUFFIXES, Format, ranks_of
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.sources.opening import Opened, open_source, resolve
-from ckpt_tool.sources.sound import finding
+from ckpt_tool.sources.sound import ZIP_CONTRADICTIONS, finding, is_damage_of_bytes
 from ckpt_tool.storage.opening import open_tree
 from ckpt_tool.storage.source import Tree
 
 TRIES = 100  # damaged files that are named one by one
-# What a damaged directory of a zip looks like: a reader can't tell it from a zip that was made to read as two.
-ZIP_CONTRADICTIONS = frozenset({"E0430", "E0431", "E0432", "E0433", "E0434", "E0435", "E0436", "E0437", "E0438"})
-# An item of a DCP is not what the metadata says; a file of Paddle's ranks does not begin as a pickle.
-OTHER_FORMS = frozenset({"E0394", "E1305"})
+ASKS_FOR_CODE = "E0420"
 # Notes that only repeat that a file was left out.
-CONSEQUENCES = frozenset({"W-total-size", "W-extra-tensors", "W-rank-file-missing"})
+CONSEQUENCES = frozenset({"W-total-size", "W-extra-tensors", "W-rank-file-missing", "W-side-file-gone"})
 _PARTS = (*WEIGHT_SUFFIXES, ".distcp")
 
 
@@ -49,6 +47,7 @@ class Damaged(NamedTuple):
     format: Format
     opened: Opened | None  # without what is damaged; None where its reader can't go on
     unjudged: int  # tensors that lack a part because of it
+    reasons: tuple[str, ...]  # why some of those have no names, in the words of their reader
     refused: dict[str, Any] | None  # the first fault, where other verbs refuse the checkpoint for safety
 
 
@@ -59,10 +58,11 @@ def open_rest(src: str, reading: Reading, fault: CkptError) -> Damaged | None:
         fmt = registry.by_name(reading.from_format) if reading.from_format else registry.detect(tree)[0]
     except CkptError:
         return None
-    if tree.single is not None or not _is_of_a_part(fault, tree, fmt):
+    damage = _damage_behind(fault)
+    if tree.single is not None or _file_of(damage, tree) is None:
         return None
 
-    faults = _with_others(fault)
+    faults = _with_others(damage)
     hidden: frozenset[str] = frozenset()
     for _ in range(TRIES):
         opened, parts, again = _attempt(src, reading, hidden)
@@ -70,25 +70,20 @@ def open_rest(src: str, reading: Reading, fault: CkptError) -> Damaged | None:
             item_faults = [each for each in parts.faults if is_damage_of_bytes(each)]
             known = {(each.path, each.offset) for each in item_faults}
             rest = [each for each in faults if each.path in hidden and (each.path, each.offset) not in known]
-            whole, unjudged = _without_torn(opened, parts)
-            return Damaged([*rest, *item_faults], tree, fmt, whole, unjudged, refusal_of(fault))
+            whole, unjudged, reasons = _without_torn(opened, parts)
+            return Damaged([*rest, *item_faults], tree, fmt, whole, unjudged, reasons, refusal_of(fault))
 
         # The reader stops at the damaged file: next time it is not there.
-        if again is not None and _is_of_a_part(again, tree, fmt):
+        if again is not None and _file_of(_damage_behind(again), tree) is not None:
             met = {(each.path, each.offset) for each in faults}
-            faults += [each for each in _with_others(again) if (each.path, each.offset) not in met]
+            faults += [each for each in _with_others(_damage_behind(again)) if (each.path, each.offset) not in met]
         damaged_files = frozenset(each.path for each in faults if each.path is not None)
         if damaged_files == hidden:
             break
         hidden = damaged_files
     others = [path for path in tree.listing() if path.endswith(_PARTS) and tree.display(path) not in hidden]
-    return Damaged(faults, tree, fmt, None, 0, refusal_of(fault)) if others else None
-
-
-def is_damage_of_bytes(fault: CkptError) -> bool:
-    """Does the fault say that bytes of a file are not those that were written?"""
-    is_ambiguous = isinstance(fault, UnsafeInput) and fault.code in ZIP_CONTRADICTIONS
-    return isinstance(fault, CorruptFile) or is_ambiguous or fault.code in OTHER_FORMS
+    is_index = not _is_of_a_part(damage, tree, fmt)
+    return None if is_index or not others else Damaged(faults, tree, fmt, None, 0, (), refusal_of(fault))
 
 
 def refusal_of(fault: CkptError) -> dict[str, Any] | None:
@@ -97,12 +92,15 @@ def refusal_of(fault: CkptError) -> dict[str, Any] | None:
     It is known by the first fault, which other verbs raise: where one item of a DCP lies at a wrong place, those behind
     it look like contradictions too.
     """
-    if fault.code not in ZIP_CONTRADICTIONS:
+    if fault.code in ZIP_CONTRADICTIONS:
+        hint = (
+            "damage does that, and so does a zip that was made to read as two: copy the file again from where the job "
+            "wrote it, and compare"
+        )
+    elif fault.code == ASKS_FOR_CODE:
+        hint = "nothing was run; a file is damaged, which may have changed that name: copy the file again"
+    else:
         return None
-    hint = (
-        "damage does that, and so does a zip that was made to read as two: copy the file again from where the job "
-        "wrote it, and compare"
-    )
     return {**finding(fault), "hint": hint}
 
 
@@ -122,12 +120,24 @@ def refused(document: Mapping[str, Any]) -> UnsafeInput | None:
     )
 
 
+def _damage_behind(fault: CkptError) -> CkptError:
+    """The error of a checksum that differs, where a damaged pickle names what would be code; else `fault` itself."""
+    cause = fault.__cause__
+    if fault.code == ASKS_FOR_CODE and isinstance(cause, CkptError):
+        return cause
+    return fault
+
+
+def _file_of(fault: CkptError, tree: Tree) -> str | None:
+    """The file of the tree whose bytes are damaged; None where the error says something else."""
+    if not is_damage_of_bytes(fault):
+        return None
+    return next((path for path in tree.listing() if tree.display(path) == fault.path), None)
+
+
 def _is_of_a_part(fault: CkptError, tree: Tree, fmt: Format) -> bool:
     """Is it damage to a file that is one among others, such as a rank's, and not to the checkpoint's index?"""
-    if not is_damage_of_bytes(fault) or fault.path is None:
-        return False
-    paths = {tree.display(path): path for path in tree.listing()}
-    path = paths.get(fault.path)
+    path = _file_of(fault, tree)
     return path is not None and (path.endswith(_PARTS) or bool(ranks_of(fmt, {})(path)))
 
 
@@ -147,8 +157,9 @@ def _attempt(
             return None, parts, fault
 
 
-def _without_torn(opened: Opened, parts: MissingParts) -> tuple[Opened, int]:
-    """(the same without the hidden files and the tensors that lack a part, how many those are)."""
+def _without_torn(opened: Opened, parts: MissingParts) -> tuple[Opened, int, tuple[str, ...]]:
+    """(the same without the hidden files and the tensors that lack a part, how many those are, why some of them could
+    not be named)."""
     catalog = opened.catalog
     hidden = {path for path in catalog.files if opened.tree.display(path) in opened.tree.hidden}
     torn = {fault.key for fault in faults_of(catalog.tensors.values(), catalog.indexes)}
@@ -156,10 +167,14 @@ def _without_torn(opened: Opened, parts: MissingParts) -> tuple[Opened, int]:
     kept = catalog.tensors
     if torn:
         kept = {key: tensor for key, tensor in catalog.tensors.items() if str(key) not in torn}
-    unread = tuple(one for one in catalog.unread if one.fault is None or not is_damage_of_bytes(one.fault))
+
+    # What a reader could not make of the rest (which parameter a flat buffer is of) is judged once nothing is missing.
+    unread = tuple(one for one in catalog.unread if one.fault is None)
+    faults = [one.fault for one in catalog.unread if one.fault is not None]
+    reasons = dict.fromkeys(fault.message for fault in faults if not is_damage_of_bytes(fault))
     notes = tuple(note for note in catalog.notes if note.code not in CONSEQUENCES)
     unjudged = len(torn) + len(catalog.unread) - len(unread)
     files = tuple(path for path in catalog.files if path not in hidden)
     digests = {key: digest for key, digest in catalog.digests.items() if str(key) not in torn}
     rest = replace(catalog, tensors=kept, unread=unread, notes=notes, files=files, digests=digests)
-    return opened._replace(catalog=rest), unjudged
+    return opened._replace(catalog=rest), unjudged, tuple(reasons)

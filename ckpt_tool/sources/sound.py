@@ -12,7 +12,7 @@ from collections.abc import Iterator, Set
 from dataclasses import replace
 from typing import Any
 
-from ckpt_tool.core.catalog import faults_of
+from ckpt_tool.core.catalog import Catalog, faults_of
 from ckpt_tool.core.plurals import agree
 from ckpt_tool.errors import (
     CkptError,
@@ -21,6 +21,7 @@ from ckpt_tool.errors import (
     InconsistentCheckpoint,
     InputError,
     Unexplained,
+    UnsafeInput,
 )
 from ckpt_tool.formats.adapters.pairs import find_adapter_faults
 from ckpt_tool.formats.base import WEIGHT_SUFFIXES
@@ -36,6 +37,10 @@ from ckpt_tool.storage.source import Tree
 # inform.
 UNSOUND = frozenset({"W-total-size", "W-header", "W-bool", "W-extra-tensors", "W-rank-file-missing", LFS_POINTER})
 DAMAGE = (CorruptFile, Incomplete, InconsistentCheckpoint)
+# What a damaged directory of a zip looks like: a reader can't tell it from a zip that was made to read as two.
+ZIP_CONTRADICTIONS = frozenset({"E0430", "E0431", "E0432", "E0433", "E0434", "E0435", "E0436", "E0437", "E0438"})
+# An item of a DCP is not what the metadata says; a file of Paddle's ranks does not begin as a pickle.
+OTHER_FORMS = frozenset({"E0394", "E1305"})
 JSON_LIMIT = 64 << 20  # bytes: a trainer_state.json of a long run has some megabytes
 _PICKLES = (".pkl", ".pickle")
 CUT_SHORT = "E1671"
@@ -68,6 +73,7 @@ def findings_of(opened: Opened, *, complete: bool = True) -> tuple[list[dict[str
         *trainer_step(opened.outer or opened.tree, opened.tree, catalog),
         *two_in_one_state(opened.tree, catalog),
         *find_adapter_faults(catalog),
+        *damage_noted(catalog),
     ]
     notes = [row(note.code, note.message, note.key, file=note.path) for note in catalog.notes if note.code in UNSOUND]
     return [*map(finding, faults), *notes], {fault.key for fault in torn}
@@ -91,6 +97,18 @@ def is_damage(fault: CkptError) -> bool:
     return isinstance(fault, DAMAGE) and not isinstance(fault, Unexplained)
 
 
+def is_damage_of_bytes(fault: CkptError) -> bool:
+    """Does the error say that bytes of a file are not those that were written?"""
+    is_ambiguous = isinstance(fault, UnsafeInput) and fault.code in ZIP_CONTRADICTIONS
+    return isinstance(fault, CorruptFile) or is_ambiguous or fault.code in OTHER_FORMS
+
+
+def damage_noted(catalog: Catalog) -> list[CkptError]:
+    """The damage because of which a reader left a file out and went on with a note, such as a Trainer's optimizer."""
+    faults = [note.fault for note in catalog.notes if note.fault is not None]
+    return [fault for fault in faults if is_damage_of_bytes(fault)]
+
+
 def _refuse_twins(opened: Opened) -> None:
     """Raise UnsafeInput (E0415) for a safetensors file that another tool would open as a zip of its own."""
     tree = opened.tree
@@ -101,22 +119,30 @@ def _refuse_twins(opened: Opened) -> None:
 
 
 def cut_short(tree: Tree, taken: Set[str]) -> Iterator[CkptError]:
-    """CorruptFile E1671 for each file that no reader has taken and that was not written to its end. taken: files, as
-    messages show them."""
+    """CorruptFile E1671 for each file that no reader has taken and whose header, directory or end is not whole; the
+    error itself for a zip that contradicts itself. taken: files, as messages show them."""
     for path, size in tree.listing().items() if tree.single is None else ():
         kind = next((kind for kind in (*WEIGHT_SUFFIXES, *_PICKLES, ".json") if path.endswith(kind)), None)
         if kind is None or size < 0 or tree.display(path) in taken:
             continue
+        offset: int | None = None
         try:
             why = "the file is empty" if not size else _why_cut(tree, path, size)
         except InputError as e:
             why = e.message
+            offset = e.offset
+        except UnsafeInput as e:
+            if not is_damage_of_bytes(e):
+                raise
+            yield e
+            continue
         if why:
             yield CorruptFile(
-                f"{path} was not written to its end: {why}",
+                f"{path} is cut short or damaged: {why}",
                 code=CUT_SHORT,
                 path=tree.display(path),
-                hint="the save was killed: take an older step, or save again",
+                offset=offset,
+                hint="the save was killed, or bytes changed: take an older step, or copy the file again",
             )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,21 +41,9 @@ PARTS = (*WEIGHT_SUFFIXES, ".distcp")
 # Names of weight files that no reader of these folders takes for a part: a trainer's schedule, an optimizer that is
 # listed as not read, a rank's file of an older save.
 NO_PARTS = re.compile(r"scheduler\.\w+|optimizer\.bin")
-OLDER_SAVE = {"dcp/stale_files"}
-_FLAT = "flat buckets can't be cut without the damaged file: its reader names the consequence, not the file"
-_NOTED = "an optimizer next to the model that can't be read is left out with a note, which verify does not count"
-# What falls short, and why: strict, so that whoever mends it takes the line away.
-SHORT = {
-    "megatron-dist/moe_ep2_flat": _FLAT,
-    "megatron-dist/muon_flat_pp2dp2": _FLAT,
-    "megatron-dist/pp2_gathered": _FLAT,
-    "sharded/llama_tp4_pp2": "the digest of a tensor covers files of several ranks: the tensor is named, no file",
-    "verl/states_tp2pp2": "the optimizer next to an adapter is left out when it can't be read",
-    "verl/vpp2": "the fixture itself lacks a part",
-    **{f"safetensors/trainer_{name}": _NOTED for name in ("deepseek_v3", "mixtral", "qwen3", "qwen3_moe")},
-    "safetensors/dcp_consolidated": "a header's length that still ends before the data is taken as it is",
-}
-ASKS_FOR_CODE = "E0420"  # a damaged pickle may name a function that nothing runs: that is said first
+# An older save's files among the newer ones; a fixture that verl saved without all its parts.
+NOT_WHOLE = {"dcp/stale_files", "verl/vpp2"}
+ASKS_FOR_CODE = "E0420"  # a damaged pickle may name a function; without a checksum that is said first
 
 
 def sources() -> Iterator[Any]:
@@ -65,11 +53,9 @@ def sources() -> Iterator[Any]:
         folders = [path for path in sorted(FIXTURES.joinpath(name).iterdir()) if len(parts_of(path)) > 1]
         for number, path in enumerate(folders):
             case = f"{name}/{path.name}"
-            if case in OLDER_SAVE:
+            if case in NOT_WHOLE:
                 continue
-            marks: list[Any] = [pytest.mark.slow] if number > 1 else []
-            if case in SHORT:
-                marks.append(pytest.mark.xfail(reason=SHORT[case], strict=True))
+            marks = [pytest.mark.slow] if number > 1 else []
             yield pytest.param(path, id=case, marks=marks)
 
 
@@ -93,6 +79,11 @@ def places_of(data: bytes) -> dict[str, int]:
     return {"head": 0, "middle": len(data) // 2}
 
 
+def names_in(finding: Mapping[str, Any]) -> set[str]:
+    """The files that a finding names; several where a digest is of a tensor that several hold parts of."""
+    return {Path(file).name for file in (finding["file"], *finding.get("files", ())) if file}
+
+
 def flip(file: Path, at: int) -> None:
     data = bytearray(file.read_bytes())
     data[at] ^= 0x10
@@ -103,22 +94,26 @@ def flip(file: Path, at: int) -> None:
 def test_a_damaged_file_is_named_and_the_others_are_judged(fixture: Path, tmp_path: Path) -> None:
     folder = tmp_path / fixture.name
     shutil.copytree(fixture, folder)
-    known = {json.dumps(each) for each in ckpt.verify(folder)["findings"]}
+    whole = ckpt.verify(folder)
+    known = {json.dumps(each) for each in whole["findings"]}
     file = parts_of(folder)[-1]
-    for place, at in places_of(file.read_bytes()).items():
+    data = file.read_bytes()
+    for place, at in places_of(data).items():
         flip(file, at)
         where = f"{file.name}, byte {at} ({place})"
         try:
             document = ckpt.verify(folder)
         except CkptError as fault:
-            assert fault.code == ASKS_FOR_CODE, (where, fault)
+            assert fault.code == ASKS_FOR_CODE and not data.startswith(b"PK"), (where, fault)
         else:
             new = [each for each in document["findings"] if json.dumps(each) not in known]
             if new:
-                assert any(Path(each["file"] or "").name == file.name for each in new), (where, new)
-            else:  # nothing tells: the file is among those that no checksum covers
-                assert place not in ("directory", "length", "end"), where
-                assert file.name in {Path(row["file"]).name for row in document["uncovered"]}, where
+                assert any(file.name in names_in(each) for each in new), (where, new)
+            else:  # nothing tells: the file is among those that no checksum covers, or that no reader takes
+                assert place not in ("directory", "length", "end", "checksum"), where
+                uncovered = {Path(row["file"]).name for row in document["uncovered"]}
+                unread = any(f"{file.parent.name}/" in note for note in document["notes"])
+                assert file.name in uncovered or unread, where
         flip(file, at)
 
 
@@ -156,6 +151,89 @@ def test_a_damaged_header_of_a_sharded_rank_leaves_the_other_ranks_judged(tmp_pa
     left_out = set(sound["digests"]["model"]) - set(document["digests"]["model"])
     assert left_out and all("layers.0." not in name for name in left_out)  # those of the other stage are judged
     assert f"in what is damaged: {len(left_out)}" in " ".join(document["notes"])
+
+
+def test_flat_buckets_that_lack_a_damaged_file_are_not_named_and_the_file_is(tmp_path: Path) -> None:
+    """Which parameter a bucket is of can't be known without a part of it: the file is the finding, the model's tensors
+    are judged, and the note says what was not."""
+    folder = tmp_path / "run"
+    shutil.copytree(FIXTURES / "megatron-dist" / "muon_flat_pp2dp2", folder)
+    whole = ckpt.verify(folder)
+    file = next(folder.rglob("__3_0.distcp"))
+    flip(file, places_of(file.read_bytes())["checksum"])
+
+    document = ckpt.verify(folder)
+    (found,) = document["findings"]
+    assert (Path(found["file"] or "").name, found["rank"]) == (file.name, "rank 3")
+    assert document["digests"]["model"].keys() <= whole["digests"]["model"].keys()
+    assert document["digests"]["model"] and "exp_avg" not in document["digests"]
+    assert any(note.startswith("without what is damaged: the model's parameters") for note in document["notes"])
+
+
+@pytest.mark.parametrize(("place", "code"), [("pickle", 1), ("checksum", 4)])
+def test_an_optimizer_that_is_left_out_because_it_is_damaged_is_a_finding(
+    place: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A Trainer's optimizer.pt, and verl's next to an adapter: the model is judged without them."""
+    for name, part in (("safetensors/trainer_qwen3", "optimizer.pt"), ("verl/states_tp2pp2", "__3_0.distcp")):
+        folder = tmp_path / Path(name).name
+        shutil.copytree(FIXTURES / name, folder)
+        whole = ckpt.verify(folder)
+        file = next(folder.rglob(part))
+        flip(file, places_of(file.read_bytes())[place])
+
+        document = ckpt.verify(folder)
+        (found,) = document["findings"]
+        assert Path(found["file"] or "").name == part and found["offset"] is not None
+        assert found.get("rank") == ("rank 3" if part.endswith(".distcp") else None)
+        assert document["digests"]["model"] == whole["digests"]["model"]
+        assert not any(found["message"] in note for note in document["notes"])  # it is told once
+        assert run(["verify", str(folder)]) == code
+        assert not ckpt.audit(folder)["ok"]
+    capsys.readouterr()
+
+
+def test_a_file_that_no_reader_takes_is_looked_at(tmp_path: Path) -> None:
+    """The shards next to the whole files that were made of them; a config that ends early."""
+    folder = tmp_path / "model"
+    shutil.copytree(FIXTURES / "safetensors" / "dcp_consolidated", folder)
+    shard = sorted(folder.glob("sharded/*.safetensors"))[-1]
+    flip(shard, 8)
+    (found,) = ckpt.verify(folder)["findings"]
+    assert (found["code"], found["file"], found["offset"]) == ("E1671", str(shard), 8)
+    flip(shard, 8)
+
+    (folder / "generation_config.json").write_text('{"eos_token_id": 2,')
+    (found,) = ckpt.verify(folder, mode="quick")["findings"]
+    assert (found["code"], Path(found["file"] or "").name) == ("E1671", "generation_config.json")
+
+
+def test_a_damaged_pickle_that_names_another_function_is_damage_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its checksum differs: the rank is named and the others are judged, and the exit code is that of a refusal."""
+    folder = tmp_path / "run"
+    shutil.copytree(FIXTURES / "megatron-dist" / "llama_tp2", folder)
+    file = next(folder.rglob("common.pt"))
+    flip(file, places_of(file.read_bytes())["pickle"])
+    assert run(["verify", str(folder), "--json"]) == 4
+    streams = capsys.readouterr()
+    document = json.loads(streams.out)
+    (found,) = document["findings"]
+    assert (found["code"], Path(found["file"]).name) == ("E0347", "common.pt")
+    assert document["digests"]["model"]
+    assert json.loads(streams.err)["error"]["code"] == ASKS_FOR_CODE
+
+
+def test_a_digest_of_several_files_names_all_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(FIXTURES / "sharded" / "llama_tp4_pp2", folder)
+    file = folder / "model.tp03_pp01.safetensors"
+    flip(file, places_of(file.read_bytes())["data"])
+    (found,) = ckpt.verify(folder)["findings"]
+    assert found["file"] is None and str(file) in found["files"] and len(found["files"]) == 4
+    assert run(["verify", str(folder)]) == 1
+    assert "one of model.tp00_pp01.safetensors, " in capsys.readouterr().out
 
 
 def test_the_rank_of_a_file_of_fsdp_is_that_of_its_name(tmp_path: Path) -> None:

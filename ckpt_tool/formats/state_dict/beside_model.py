@@ -66,11 +66,11 @@ def with_optimizer(tree: Tree, catalog: Catalog, options: ReadOptions, *, in_ord
         raise
     except CkptError as e:
         code = unsafe_names(tree, found)
-        return replace(_unread(catalog, found[0], e.message), unsafe=(*catalog.unsafe, *code))
+        return replace(_unread(catalog, found[0], e.message, e), unsafe=(*catalog.unsafe, *code))
 
 
-def _unread(catalog: Catalog, name: str, why: str) -> Catalog:
-    note = Note(UNREAD, f"{name} is not read: {why}", name)
+def _unread(catalog: Catalog, name: str, why: str, fault: CkptError | None = None) -> Catalog:
+    note = Note(UNREAD, f"{name} is not read: {why}", name, fault=fault)
     return replace(catalog, notes=(*catalog.notes, note))
 
 

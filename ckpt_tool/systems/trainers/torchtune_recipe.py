@@ -75,7 +75,7 @@ def with_recipe(run: Tree, below: Tree, catalog: Catalog, reading: Reading) -> t
         raise
     except (CkptError, _OtherModel) as e:
         why = "; ".join(filter(None, (e.message, e.hint))) if isinstance(e, CkptError) else str(e)
-        note = recipe_note(RECIPE_OF_RUN, why)
+        note = recipe_note(RECIPE_OF_RUN, why, e if isinstance(e, CkptError) else None)
         code = unsafe_names(run, (RECIPE_OF_RUN,))
         unsafe = tuple(dict.fromkeys((*catalog.unsafe, *code)))
         return replace(catalog, notes=(*catalog.notes, note), unsafe=unsafe), False
