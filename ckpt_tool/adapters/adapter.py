@@ -29,6 +29,7 @@ from ckpt_tool.formats.adapters.lone import (
     without_config,
 )
 from ckpt_tool.formats.adapters.pairs import EMPTY, find_adapter_faults
+from ckpt_tool.formats.adapters.run import LoraHints
 from ckpt_tool.formats.adapters.settings import Settings, paddle_settings_of, settings_of
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
@@ -37,7 +38,6 @@ from ckpt_tool.sources.chosen import Conversion
 from ckpt_tool.sources.opening import Opened, open_source
 from ckpt_tool.storage.opening import open_tree
 from ckpt_tool.storage.texts.strict_json import parse
-from ckpt_tool.systems.megatron.adapter import LoraHints
 
 USAGE = "E1420"
 _LIMIT = 16 << 20  # bytes

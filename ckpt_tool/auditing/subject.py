@@ -19,7 +19,7 @@ from ckpt_tool.families.table import one_of_each
 from ckpt_tool.formats import registry
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import DIALECTS
-from ckpt_tool.sources.config import ARGUMENTS, ModelConfig, config_of
+from ckpt_tool.sources.config import ModelConfig, config_of
 from ckpt_tool.sources.opening import Opened
 from ckpt_tool.weight_schemes.weights import FoundWeights as Quantised
 from ckpt_tool.weight_schemes.weights import TensorKind
@@ -48,9 +48,7 @@ class Subject(NamedTuple):
     def sure(self) -> bool:
         """Does a config of the model itself, or the user, say which family it is? What is made of a job's arguments, or
         known by names alone, may be another that is near."""
-        return self.found is not None and (
-            self.asked or (self.model.config is not None and self.model.origin != ARGUMENTS)
-        )
+        return self.found is not None and (self.asked or (self.model.config is not None and not self.model.derived))
 
     def ruled(self, name: str) -> bool:
         """Does a rule of the family name it? True where no family is known."""

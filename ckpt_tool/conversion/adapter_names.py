@@ -38,10 +38,11 @@ from ckpt_tool.families.low_rank import (
     part_of,
 )
 from ckpt_tool.formats.adapters.lone import PeftHints, without_config
+from ckpt_tool.formats.adapters.run import LoraHints
+from ckpt_tool.formats.entry import offered
 from ckpt_tool.options.writing import VARIANTS
 from ckpt_tool.sources.chosen import Chosen, Conversion
-from ckpt_tool.sources.config import ARGUMENTS, config_of
-from ckpt_tool.systems.megatron.adapter import LoraHints, is_swift, tensor_ranks
+from ckpt_tool.sources.config import config_of
 
 if TYPE_CHECKING:
     from ckpt_tool.families.base import Family
@@ -119,7 +120,7 @@ def _source(chosen: Chosen) -> str:
     names = list(chosen.model)
     if chosen.all_hints.get(PeftHints) is not None or any(name.startswith(PEFT.prefix) for name in names):
         return HUB
-    return SWIFT if is_swift(names) else MEGATRON
+    return SWIFT if any(".lora_A." in name for name in names) else MEGATRON  # ms-swift keeps PEFT's own names
 
 
 def _refuse_others(chosen: Chosen, source: str) -> None:
@@ -158,30 +159,18 @@ def _refuse_others(chosen: Chosen, source: str) -> None:
 
 def _refuse_ranks(chosen: Chosen) -> None:
     """Raise UsageError E1436 for what several tensor ranks left in a form that is no adapter of the whole weight."""
-    from ckpt_tool.systems.megatron.rules import rule_of
-
     run = chosen.all_hints.get(LoraHints)
-    ranks = (tensor_ranks(run.model) if run is not None else None) or 1
-    if ranks == 1:
-        return
-    faults = []
-    for name in chosen.model:
-        part = part_of(name)
-        if part is None:
-            continue
-        cut = rule_of(f"{part.module}.weight", 2, gated=False, down_shared=False).dim
-        if part.kind == "magnitude" and cut == 1:
-            faults.append(f"{part.module}: its magnitudes were trained against the norm of a share of each row")
-        elif part.kind == "b" and part.module.endswith(".in_proj"):
-            faults.append(f"{part.module}: the rows of its B are stored rank by rank, in sections of each")
-    if faults:
-        raise UsageError(
-            f"the adapter of {ranks} tensor ranks can't be made one of the whole weight: {faults[0]}",
-            code=UNSAID,
-            path=chosen.sources[0].path,
-            faults=faults[1:50],
-            hint="export it with Megatron-Bridge at as many tensor ranks, or leave it out with --remove-keys",
-        )
+    parts = [(part.module, part.kind) for part in map(part_of, chosen.model) if part is not None]
+    for find_faults in offered("adapter_faults"):
+        ranks, faults = find_faults(parts, run)
+        if faults:
+            raise UsageError(
+                f"the adapter of {ranks} tensor ranks can't be made one of the whole weight: {faults[0]}",
+                code=UNSAID,
+                path=chosen.sources[0].path,
+                faults=faults[1:50],
+                hint="export it with Megatron-Bridge at as many tensor ranks, or leave it out with --remove-keys",
+            )
 
 
 def _spelled(chosen: Chosen, dialect: str) -> Chosen:
@@ -207,7 +196,7 @@ def _config(chosen: Chosen, job: Conversion) -> tuple[Mapping[str, Any] | None, 
     if chosen.config is not None:
         return chosen.config, chosen
     model = config_of(chosen.sources[0], job.reading)
-    if model.config is not None and model.origin == ARGUMENTS:
+    if model.config is not None and model.derived:
         chosen = chosen.noted(f"the base's config is derived from {model.origin}, as the run's config has them")
     return model.config, chosen
 

@@ -1,9 +1,9 @@
 """Naming: the chosen tensors under the names and the structure that the output shall have.
 
-Three ways, and the report says which was taken: AOA statements (`--aoa FILE`), the families' equations where the
-source's dialect is known and is not the target's, or none: names are kept. The mapping is applied to where the elements
-are stored (`plan.mapping`), so nothing has moved yet and every later step is the same. What a mapping asks for and is
-no move is computed before (`mapping_inputs`).
+Two ways, and the report says which was taken: the families' equations where the source's dialect is known and is not
+the target's, or none: names are kept. (`--aoa FILE` is a pass of its own, `systems.paddle.passes`.) The mapping is
+applied to where the elements are stored (`plan.mapping`), so nothing has moved yet and every later step is the same.
+What a mapping asks for and is no move is computed before (`mapping_inputs`).
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.algebra.mapped import Mapped
 from ckpt_tool.conversion.mapping_inputs import lines_alike, moves_alone
 from ckpt_tool.conversion.optimizer_groups import groups_by_name, renamed_groups
 from ckpt_tool.conversion.tied_head import TIED, as_the_hub_has_it, refuse_to_lose_copies
-from ckpt_tool.conversion.vocabulary import is_vocabulary, without_padding
+from ckpt_tool.conversion.vocabulary import is_vocabulary
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.hints import Dialect, Hint
 from ckpt_tool.core.tensor import MODEL, LogicalTensor, TensorKey
-from ckpt_tool.errors import CkptError, Incomplete, InputError, UsageError, near_misses, wrap_os_error
+from ckpt_tool.errors import CkptError, Incomplete, InputError, UsageError, near_misses
 from ckpt_tool.formats.adapters.lone import PeftHints
+from ckpt_tool.formats.entry import of_dialect
 from ckpt_tool.formats.hub_folder.saved_by import SavedBy
 from ckpt_tool.formats.state_dict.roots import Roots
 from ckpt_tool.options.reading import Reading
@@ -31,17 +31,14 @@ from ckpt_tool.options.writing import DIALECTS, VARIANTS, Writing
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.quantised.kept_whole import refuse_to_part
 from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind
-from ckpt_tool.sources.config import ARGUMENTS, ModelConfig, centred_norms, check_config, config_of, file_config
-from ckpt_tool.systems.hub import mlx_names as mlx
-from ckpt_tool.systems.hub.passes.mlx_source import holds_codes, is_from_mlx, is_named_by, refuse_layout
-from ckpt_tool.systems.megatron.hybrid import shown
+from ckpt_tool.sources.config import ModelConfig, check_config, config_of, file_config
+from ckpt_tool.sources.source_names import SourceNames, names_of_source
 
 if TYPE_CHECKING:
     from ckpt_tool.families.base import Family
     from ckpt_tool.families.registry import FamilyMatch
 
 
-AOA_LIMIT = 16 << 20  # bytes of a file of statements: one for each tensor of the largest models has a few megabytes
 HUB = "hf"
 SYSTEMS = (HUB, "megatron")  # between which an adapter is named by a pass of its own
 DEQUANTIZE = "--dequantize converts it to floats on the way"
@@ -65,18 +62,16 @@ _MATRICES = (
 
 
 def named(chosen: Chosen, job: Conversion) -> Chosen:
-    """`chosen` under the names that `--aoa` or `--dialect` (default: what is at home in the format) ask for. Raises
-    UsageError, InputError."""
+    """`chosen` under the names that `--dialect` (default: what is at home in the format) asks for; as it is where
+    statements have named it (`--aoa`). Raises UsageError, InputError."""
     reading = job.reading
     writing = job.writing
     target = job.dialect
-    if writing.experts and (writing.aoa or target != HUB):
-        refuse_experts(writing, "--aoa says how names change" if writing.aoa else _other_names(job))
-
     if writing.aoa:
-        if writing.dialect not in (None, "keep"):
-            raise UsageError("--aoa and --dialect both say how names change", code="E1282", hint="give one of the two")
-        return _by_statements(chosen, reading, writing)
+        return chosen
+
+    if writing.experts and target != HUB:
+        refuse_experts(writing, _other_names(job))
 
     if target == "keep":
         if reading.family and writing.dialect is None:
@@ -88,11 +83,12 @@ def named(chosen: Chosen, job: Conversion) -> Chosen:
         return chosen
 
     source = dialect_of(chosen)
-    if source in (None, HUB) and is_from_mlx(chosen):
+    of_tool = names_of_source(chosen) if source in (None, HUB) else None
+    if of_tool is not None:
         asked = writing.dialect is not None or reading.family is not None
-        if target == HUB and not asked and holds_codes(chosen):
-            return chosen.noted("codes of MLX stay in MLX's names and layout: --dequantize converts them to the hub's")
-        return _by_family(chosen, job, mlx.NAME)
+        if target == HUB and not asked and of_tool.kept:
+            return chosen.noted(of_tool.kept)
+        return _by_family(chosen, job, of_tool.dialect, of_tool)
 
     if writing.dialect is None and not reading.family and not writing.experts:
         if source == target != "hf":
@@ -170,11 +166,12 @@ def dialect_of(chosen: Chosen) -> str | None:
     return None if chosen.home == "keep" else chosen.home
 
 
-def _by_family(chosen: Chosen, job: Conversion, source: str | None) -> Chosen:
+def _by_family(chosen: Chosen, job: Conversion, source: str | None, of_tool: SourceNames | None = None) -> Chosen:
     """By the equations of the family that the config, the names or `--family` say. Where the user does not ask for it
     explicitly, what can't be derived is kept as it is, with a line, unless the source says that its names are foreign.
 
-    source: the dialect that the source states."""
+    source: the dialect that the source states. of_tool: whose names they are where a tool saved it that says so
+    itself."""
     reading = job.reading
     writing = job.writing
     home = job.dialect
@@ -184,7 +181,7 @@ def _by_family(chosen: Chosen, job: Conversion, source: str | None) -> Chosen:
     _refuse_foreign(model, config, reading, opened.path)
 
     try:
-        found, model, config = _found(chosen, job, source, model, config)
+        found, model, config = _found(chosen, job, source, model, config, of_tool)
         if home not in found.family.known_dialects:
             found.family.table(home)
     except (UsageError, InputError) as e:
@@ -212,7 +209,7 @@ def _by_family(chosen: Chosen, job: Conversion, source: str | None) -> Chosen:
     chosen = replace(chosen, config=config, config_from=origin).noted(*model.notes)
     if found.dialect == "meta" != target:
         chosen = replace(chosen, stale=(*chosen.stale, "params.json"))  # of names that are gone
-    if source == mlx.NAME:
+    if of_tool is not None:
         chosen = replace(chosen, hints=chosen.all_hints.without(SavedBy))
 
     hints, lost = _hints(home, config, renamed=found.dialect != target)
@@ -251,7 +248,12 @@ def _known_but_for_prefix(chosen: Chosen) -> bool:
 
 
 def _found(
-    chosen: Chosen, job: Conversion, source: str | None, model: ModelConfig, config: Mapping[str, Any] | None
+    chosen: Chosen,
+    job: Conversion,
+    source: str | None,
+    model: ModelConfig,
+    config: Mapping[str, Any] | None,
+    of_tool: SourceNames | None,
 ) -> tuple[FamilyMatch, ModelConfig, Mapping[str, Any] | None]:
     """(the family and the dialect of the names, the config, that as the options change it). Raises what
     `families.registry.find` raises."""
@@ -261,13 +263,13 @@ def _found(
 
     shapes = parameter_shapes(chosen.stored)
     alike = {name: shapes[name] for name in one_of_each(shapes)}
-    if source == mlx.NAME:
-        return _found_of_mlx(chosen, job, alike, config), model, config
+    if of_tool is not None:
+        return of_tool.find_family(alike, config, job.reading.family), model, config
     stated = None if source == HUB else source
     try:
         return find(config, alike, stated=stated, family=job.reading.family), model, config
     except InputError as e:
-        derived = model.origin == ARGUMENTS and chosen.config is None and job.reading.family is None
+        derived = model.derived and chosen.config is None and job.reading.family is None
         if e.code != STRANGE or not derived:
             raise
     # arguments say what a model computes, names which model it is a part of: one of images or sound
@@ -276,38 +278,15 @@ def _found(
     return found, model, _as_asked(model.config, job.writing)
 
 
-def _found_of_mlx(
-    chosen: Chosen, job: Conversion, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any] | None
-) -> FamilyMatch:
-    """The family and the dialect of what MLX saved. Raises InputError E2911 where no rules describe it."""
-    from ckpt_tool.families.registry import find
-
-    family = job.reading.family
-    path = chosen.sources[0].path
-    try:
-        found = find(config, shapes, family=family)
-    except InputError as e:
-        raise refuse_layout(str((config or {}).get("model_type") or "its names"), path) from e
-    if family is not None and ":" in family:
-        return found
-    if mlx.NAME in found.family.dialects:
-        return find(config, shapes, stated=mlx.NAME, family=found.family.name)
-    if is_named_by(found, config):
-        return found
-    raise refuse_layout(found.family.name, path)
-
-
 def _translated(chosen: Chosen, found: FamilyMatch, target: str, job: Conversion, hints: Sequence[Hint]) -> Chosen:
     """`chosen`, whose names are those of `found`, under those of dialect `target`; what happened is in its notes."""
-    from ckpt_tool.families.base import SHIFTED
     from ckpt_tool.plan.mapping import parameter_shapes
 
     config = chosen.config
     home = job.dialect
-    if found.dialect == "megatron" and centred_norms(chosen.sources[0]) == (not found.family.centred):
-        found = found._replace(dialect=SHIFTED)
-    if found.dialect.startswith("megatron"):
-        chosen = without_padding(chosen, config)
+    leave_names = of_dialect(found.dialect, "leaving")
+    if leave_names is not None:
+        chosen, found = leave_names(chosen, found)
     if home != HUB:
         refuse_to_part(chosen, f"{home}'s names")
     shapes = parameter_shapes(chosen.stored)
@@ -430,14 +409,14 @@ def _refuse_odd_models(
         )
     lost = missing(family, dialect, shapes, config) if whole else []
     if lost:
+        advise = of_dialect(dialect, "missing")
+        advice = advise(shapes) if advise is not None else ""
         raise Incomplete(
             f"{len(lost)} tensors of a {family.name} model are not there: {lost[0]}",
             code="E1484",
             key=lost[0],
             faults=lost[1:],
-            hint="--hybrid-layer-pattern none takes this HybridModel of Megatron's for the GPTModel that it is"
-            if shown(shapes)
-            else "fetch the checkpoint again; --lenient converts the part that is there",
+            hint=advice or "fetch the checkpoint again; --lenient converts the part that is there",
         )
 
 
@@ -530,19 +509,11 @@ def _mapped(
 
 def _hints(target: str, config: Mapping[str, Any] | None, *, renamed: bool) -> tuple[list[Hint], list[str]]:
     """(the hints for the target's format, lines about what it can't say)."""
-    hints: list[Hint] = [Dialect(target)]
-    if target == "paddle" and config is not None:
-        from ckpt_tool.systems.paddle.job import PaddleHints
-
-        plain = {key: value for key, value in config.items() if isinstance(value, str | int | float | bool)}
-        hints.append(PaddleHints(config={**plain, "architectures": config.get("architectures")}))
-    if target == "meta" and config is not None and renamed:
-        from ckpt_tool.systems.meta.config import params_of
-        from ckpt_tool.systems.meta.consolidated.params import MetaHints
-
-        params, lost = params_of(config)
-        return [*hints, MetaHints(params, None, False)], lost
-    return hints, []
+    stated = of_dialect(target, "hints")
+    if config is None or stated is None:
+        return [Dialect(target)], []
+    hints, lost = stated(config, renamed=renamed)
+    return [Dialect(target), *hints], lost
 
 
 def _as_asked(config: Mapping[str, Any] | None, writing: Writing) -> Mapping[str, Any] | None:
@@ -559,43 +530,6 @@ def _as_asked(config: Mapping[str, Any] | None, writing: Writing) -> Mapping[str
             if isinstance(inner := changed.get(key), Mapping):
                 changed[key] = _as_asked(inner, replace(writing, tied_head=None))
     return changed
-
-
-def _by_statements(chosen: Chosen, reading: Reading, writing: Writing) -> Chosen:
-    from ckpt_tool.plan.mapping import parameter_shapes
-    from ckpt_tool.systems.paddle.aoa.program import Shards, compile_aoa, read_aoa
-
-    file = Path(writing.aoa or "")
-    try:
-        if file.stat().st_size > AOA_LIMIT:
-            raise UsageError(f"--aoa: more than {AOA_LIMIT >> 20} MiB of statements", code="E1283", path=file)
-        text = file.read_text(encoding="utf-8")
-    except OSError as e:
-        raise wrap_os_error(e, file, "reading the statements") from e
-    except UnicodeDecodeError as e:
-        raise UsageError("--aoa: the file is not UTF-8 text", code="E1283", path=file) from e
-    statements, reverse = read_aoa(text)
-    shapes = parameter_shapes(chosen.stored)
-    mapped = compile_aoa(
-        statements, shapes, reverse=reverse, shards=Shards(_bands(chosen)), skip_unmatched=reading.lenient
-    )
-    return renamed(chosen, mapped, writing, f"the statements of {file.name}", [Dialect("keep")])
-
-
-def _bands(chosen: Chosen) -> dict[str, int]:
-    """{parameter: bands along its last dim}, where its stored boxes cut that alone: how many ranks a fused weight was
-    cut for that its format does not know to be one. (Those it knows are plain already: their boxes alternate.)"""
-    out = {}
-    for row in chosen.stored:
-        tensor = row.tensor
-        if tensor.key.state == MODEL and len(tensor.shape) == 2 and len(tensor.chunks) > 1:
-            columns = {
-                (chunk.box.offset[1], chunk.array) for chunk in tensor.chunks if chunk.box.shape[1] < tensor.shape[1]
-            }
-            files = {array for _, array in columns}
-            if columns and len(columns) == len(files) and tensor.shape[1] % len(columns) == 0:
-                out[tensor.key.name] = len(columns)
-    return out
 
 
 def renamed(chosen: Chosen, mapped: Mapped, writing: Writing, by: str, hints: Sequence[Hint]) -> Chosen:

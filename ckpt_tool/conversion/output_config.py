@@ -23,6 +23,7 @@ from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import InconsistentCheckpoint
 from ckpt_tool.families.config import is_paddle
 from ckpt_tool.formats.base import Format
+from ckpt_tool.formats.entry import of_dialect
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.sources.chosen import Chosen
 from ckpt_tool.sources.config import NAME, change_config, without_degrees
@@ -54,19 +55,18 @@ def config_of_output(
     foreign = is_paddle(config_of_source) or chosen.home == "paddle"
     as_it_was = chosen.home == dialect and chosen.config is None
     if dialect in ("hf", "megatron"):
-        if foreign and not as_it_was:
-            from ckpt_tool.systems.paddle.config import from_paddle
-
-            config, more = from_paddle(config)
+        in_hub_words = of_dialect("paddle", "hub_config") if foreign and not as_it_was else None
+        if in_hub_words is not None:
+            config, more = in_hub_words(config)
             notes += more
         config, names = without_degrees(config)
         if names:
             notes.append(f"{NAME} says one rank for {', '.join(names)}: the degrees were the job's")
-    elif dialect == "paddle" and not foreign:
-        from ckpt_tool.systems.paddle.config import paddle_config
-
-        config, more = paddle_config(config)
-        notes += more
+    elif not foreign:
+        in_own_words = of_dialect(dialect, "own_config")
+        if in_own_words is not None:
+            config, more = in_own_words(config)
+            notes += more
     if dialect in ("hf", "paddle"):
         config, about_layers = without_layers(config, removed_layers(chosen), lenient=chosen.lenient)
         notes += about_layers

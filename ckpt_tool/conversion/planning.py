@@ -20,6 +20,7 @@ from ckpt_tool.core.target import LayoutWish, Target, Wanted, WantedTensor
 from ckpt_tool.core.tensor import MASTER
 from ckpt_tool.core.urls import VARIABLE, has_hidden_secrets
 from ckpt_tool.formats.base import Format
+from ckpt_tool.formats.entry import of_dialect
 from ckpt_tool.options.writing import DEFAULT_SHARD_SIZE, Writing
 from ckpt_tool.plan.copy import is_transposed
 from ckpt_tool.plan.moves import LaterMoves, count_copies
@@ -52,10 +53,9 @@ def make_plan(chosen: Chosen, destination: Place, fmt: Format, writing: Writing)
         writing.max_shard_size or DEFAULT_SHARD_SIZE,
         wish_of(chosen, fmt, writing) if fmt.holds.own_layout else LayoutWish(),
     )
-    if fmt.holds.dialect == "megatron":
-        from ckpt_tool.systems.megatron.passes.arguments_from_config import with_arguments
-
-        extras, lines = with_arguments(wanted, chosen, fmt)
+    complete_extras = of_dialect(fmt.holds.dialect, "extras")
+    if complete_extras is not None:
+        extras, lines = complete_extras(wanted, chosen, fmt)
         wanted = replace(wanted, extras=extras)
         chosen = chosen.noted(*lines)
     layout, fallbacks = layout_of(chosen, wanted, fmt, writing)

@@ -23,6 +23,7 @@ from ckpt_tool.core.target import Target, Wanted, whole_file
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.adapters.lone import CONFIG as ADAPTER_CONFIG
 from ckpt_tool.formats.base import Format
+from ckpt_tool.formats.entry import offered
 from ckpt_tool.formats.hub_folder.model_files import CODE, NESTED, TOKENIZER, is_sidefile, tokenizer_files
 from ckpt_tool.formats.hub_folder.modules import module_files, module_weights
 from ckpt_tool.options.writing import Writing
@@ -166,11 +167,11 @@ def _with_tokenizer(target: Target, chosen: Chosen, fmt: Format) -> Target:
         or any(fnmatchcase(file.path, "tokenizer*") for file in target.files)
     ):
         return target
-    from ckpt_tool.systems.llamacpp.passes.gguf_metadata import hub_tokenizer
-
-    files, notes = hub_tokenizer(chosen.sources[0])
-    whole = tuple(whole_file(name, data) for name, data in files.items())
-    return target._replace(files=(*target.files, *whole)).noted(*notes)
+    for read_tokenizer in offered("tokenizer"):
+        files, notes = read_tokenizer(chosen.sources[0])
+        whole = tuple(whole_file(name, data) for name, data in files.items())
+        target = target._replace(files=(*target.files, *whole)).noted(*notes)
+    return target
 
 
 def _makes_one(chosen: Chosen, fmt: Format) -> bool:

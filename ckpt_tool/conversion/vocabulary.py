@@ -1,24 +1,18 @@
-"""Rows of a vocabulary that are no tokens: cut off or added by `--vocab-size`, and Megatron's padding left behind.
+"""Rows of a vocabulary that are no tokens: cut off or added by `--vocab-size`.
 
     112 rows, --vocab-size 100   ->   100 rows of the embedding, of the output layer and of their moments
     100 rows, --vocab-size 112   ->   112 rows, the last 12 of zeros, counted in the report
-    101 words, make_vocab_size_divisible_by 4, 2 tensor ranks: 104 rows   ->   the hub's embedding has the 101
 
 Trainers pad embeddings to a multiple that depends on the tensor parallel degree (Megatron-LM 0.16
 `vocab_utils.calculate_padded_vocab_size`), so the rows beyond the tokenizer's are of no use to anybody else. Which
 tensors are vocabularies is derived from their names; a name that is not on the list keeps its rows.
-
-Without the option Megatron's padding is left behind on the way to a system that has none. Its arguments state the
-padded size, and where its tokenizer is known the real one; rows are cut only where they say that the rows beyond the
-config's vocabulary are padding. Otherwise nothing is cut, and the mapping reports that config and shapes contradict
-each other. (Megatron-LM 0.16.1 `training/tokenizer/tokenizer.py`, `_vocab_size_with_padding`.)
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -174,38 +168,3 @@ def _has_rows(tensor: LogicalTensor) -> bool:
     """A vocabulary's tensor; the numbers that an optimizer keeps of it (powers of beta, steps) have no rows."""
     number = tensor.shape == (1,) and tensor.key.state != MODEL
     return bool(tensor.shape) and not number and is_vocabulary(tensor.key.name)
-
-
-# -- Megatron's padding ------------------------------------------------------------------------------------------------
-
-
-_RANKS = 64  # tensor ranks of the largest jobs: a rank pads by less than the multiple, and ranks may have changed since
-
-
-def without_padding(chosen: Chosen, config: Mapping[str, Any] | None) -> Chosen:
-    """`chosen` without the rows that only fill up Megatron's vocabulary, in every state; counted in the report."""
-    from ckpt_tool.systems.megatron.args import arguments
-
-    args = arguments(chosen.sources[0].catalog.extras)
-    size = (config or {}).get("vocab_size")
-    padded = args.get("padded_vocab_size")
-    multiple = args.get("make_vocab_size_divisible_by")
-    rows = {
-        row.tensor.shape[0]
-        for row in chosen.stored
-        if row.tensor.key.state == MODEL and row.tensor.shape and is_vocabulary(row.tensor.key.name)
-    }
-    if type(size) is not int or type(padded) is not int or type(multiple) is not int or rows != {padded} or size < 1:
-        return chosen
-    surplus = padded - size
-    if not 0 < surplus < multiple * _RANKS or args.get("vocab_size") not in (None, size):
-        return chosen
-    stored, gone = trim_vocabulary(chosen.stored, size)
-    reason = f"{surplus} rows by which Megatron padded the vocabulary of {size}"
-    cut = {row.tensor.key for row, old in zip(stored, chosen.stored, strict=True) if row is not old}
-    return replace(
-        chosen,
-        stored=tuple(stored),
-        renewed=chosen.renewed | cut,
-        dropped=(*chosen.dropped, *({**entry, "reason": reason} for entry in gone)),
-    )

@@ -25,7 +25,7 @@ from ckpt_tool.core.inner_path import is_view, output_faults
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.deltas.folder import Archive, ArchivedRange
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError, wrap_os_error
-from ckpt_tool.sources.moved import moved
+from ckpt_tool.formats.moved import moved
 from ckpt_tool.sources.opening import Opened
 from ckpt_tool.sources.steps import step_of
 from ckpt_tool.storage.source import Tree

@@ -22,7 +22,7 @@ from ckpt_tool.families.base import HUB, Config, Family, Shape, Variant
 from ckpt_tool.families.models import FAMILIES, NAMES, family_of_class, known_family, load
 from ckpt_tool.families.rewrite import count_misfits
 from ckpt_tool.families.table import form_of, instances
-from ckpt_tool.systems.hub import mlx_names as mlx
+from ckpt_tool.formats.hub_folder.saved_by import MLX
 
 _KEEP = "or keep the source's names with --dialect keep"
 _LIST = f"`ckpt help families` lists the {len(NAMES)} that there are"
@@ -212,8 +212,8 @@ def _choose_dialect(
             fitting = fitting[:1]
     if stated in fitting:
         return stated
-    if HUB in fitting and mlx.NAME in fitting:  # what MLX saved states that itself: metadata, config or names
-        fitting.remove(mlx.NAME)
+    if HUB in fitting and MLX in fitting:  # what MLX saved states that itself: metadata, config or names
+        fitting.remove(MLX)
     if len(fitting) > 1 and config:
         fitting = [dialect for dialect in fitting if _may_be_meant(family, dialect, config)] or fitting
     if len({_list_used_rules(family, dialect, names) for dialect in fitting}) > 1:

@@ -23,7 +23,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from ckpt_tool.formats.base import Format
@@ -55,11 +55,19 @@ class Entry(NamedTuple):
 
 
 class Dialect(NamedTuple):
-    """Names of tensors that are at home in a system, for `--dialect`."""
+    """Names of tensors that are at home in a system, for `--dialect`, and what the system has to say where tensors get
+    these names or lose them: each a `module:function` in the system's folder, "" for nothing (`of_dialect`)."""
 
     name: str
     order: int  # its place in the lists, by number
     variant_of: str = ""  # another tool's or another form's version of the names of this dialect; "" for none
+    # (config) -> (config, notes): from the words of the system's config.json to the hub's, and back
+    hub_config: str = ""
+    own_config: str = ""
+    hints: str = ""  # (the hub's config, are names changed?) -> (hints for the system's writers, notes)
+    extras: str = ""  # (wanted, chosen, format) -> (the output's extras with what the system's own would have, notes)
+    leaving: str = ""  # (chosen, its FamilyMatch) -> the same two as they are where the names become others
+    missing: str = ""  # (names) -> what to try where tensors of a whole model are missing, "" for nothing in particular
 
 
 class SystemPass(NamedTuple):
@@ -80,9 +88,23 @@ class System(NamedTuple):
     dialects: tuple[Dialect, ...] = ()
     passes: tuple[SystemPass, ...] = ()
     options: str = ""  # the class of the option group in `options.py` of the system's folder, "" for none
-    # `module:function` in the system's folder: what its files state of the model in words of their own, as a
-    # `sources.config.ModelConfig` of an open source; "" for a system whose files leave that to config.json
+    # Each of the following is a `module:function` in the system's folder, "" for none (`offered`).
+    # (opened) -> ModelConfig | None: what the system's files state of the model in words of their own, for a source
+    # without a config.json
     config_reader: str = ""
+    # (opened, config.json or None, family or None) -> ModelConfig | None: what a job says of its model, which counts
+    # more than a config.json
+    job_config: str = ""
+    # (chosen) -> sources.source_names.SourceNames | None: whose names they are where a tool saved the source that
+    # its format does not tell
+    source_names: str = ""
+    tokenizer: str = ""  # (opened) -> (name -> bytes, notes): the hub's files of the tokenizer that headers state
+    # (parts, what the run says) -> why an adapter can't be one of whole weights, as its ranks have saved it
+    adapter_faults: str = ""
+    # a trainer's state next to the steps of its run: (run, step, catalog, reading) -> (catalog, does it hold the
+    # state?), and (run, steps) -> the step that it goes on from, "" for none
+    run_state: str = ""
+    newest_step: str = ""
 
 
 @cache
@@ -127,12 +149,39 @@ def option_groups() -> tuple[type, ...]:
     )
 
 
-def config_readers() -> Iterator[tuple[str, str]]:
-    """(module, function) of each system that reads a model's config from files of its own."""
+Question = Literal[
+    "config_reader", "job_config", "source_names", "tokenizer", "adapter_faults", "run_state", "newest_step"
+]
+DialectQuestion = Literal["hub_config", "own_config", "hints", "extras", "leaving", "missing"]
+
+
+def offered(question: Question) -> Iterator[Callable[..., Any]]:
+    """The function by which each system answers a question, of those that do (`System`)."""
     for folder, system in systems().items():
-        if system.config_reader:
-            module, _, function = system.config_reader.partition(":")
-            yield f"{SYSTEMS}.{folder}.{module}", function
+        function = getattr(system, question)
+        if function:
+            yield _function(folder, function)
+
+
+def of_dialect(dialect: str, question: DialectQuestion) -> Callable[..., Any] | None:
+    """The function by which the system of a dialect answers a question (`Dialect`), None where it does not.
+
+    >>> of_dialect("megatron-swift", "leaving").__name__, of_dialect("hf", "leaving")
+    ('leave_names', None)
+    """
+    for folder, system in systems().items():
+        for row in system.dialects:
+            is_meant = dialect == row.name or dialect.startswith(f"{row.name}-")
+            function = getattr(row, question)
+            if is_meant and function:
+                return _function(folder, function)
+    return None
+
+
+def _function(folder: str, function: str) -> Callable[..., Any]:
+    module, _, name = function.partition(":")
+    found: Callable[..., Any] = getattr(import_module(f"{SYSTEMS}.{folder}.{module}"), name)
+    return found
 
 
 def passes_at(place: Place) -> Iterator[tuple[str, SystemPass]]:

@@ -18,12 +18,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt_tool.errors import CorruptFile, InputError, UsageError, wrap_os_error
-from ckpt_tool.formats.entry import config_readers
+from ckpt_tool.formats.entry import offered
 from ckpt_tool.formats.hub_folder.model_files import NESTED, is_sidefile
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.storage.source import Tree
@@ -176,10 +175,6 @@ def _spell_floats(raw: bytes) -> bytes:
 # -- in the hub's words, whatever states it ----------------------------------------------------------------------------
 
 
-ARGUMENTS = "Megatron's arguments"  # as the origin of a config
-_NEEDED = ("num_layers", "hidden_size", "num_attention_heads")  # arguments without these are not a model's
-
-
 class ModelConfig(NamedTuple):
     """The model's config, and where it comes from."""
 
@@ -188,6 +183,7 @@ class ModelConfig(NamedTuple):
     file: bool = False  # is config.json there?
     asked: bool = False  # is it what --config names?
     origin: str = NAME  # what it comes from, in words
+    derived: bool = False  # made of what a job says that it computes, which a larger model may have as a part
     # why no family may be told by names alone: the files say that they are of a model that none is
     foreign: InputError | None = None
 
@@ -199,28 +195,15 @@ def config_of(opened: Opened, reading: Reading | None = None, family: str | None
     if reading is not None and reading.config:
         return ModelConfig(read_config(reading.config), asked=True, origin="--config")
     config = file_config(opened)
-    args = model_arguments(opened)
-    if not args:
-        if config is not None:
-            return ModelConfig(config, file=True)
-        return stated_config(opened) or ModelConfig(None)
     if family is None and reading is not None and reading.family:
         family = reading.family.partition(":")[0]
-    from ckpt_tool.families.config.translation import from_megatron
-
-    if config is None:
-        stated = from_megatron(args, family)
-        return ModelConfig({**stated.config, **_beside(args)}, stated.notes, origin=ARGUMENTS)
-    return _merged(config, args)
-
-
-def _beside(args: Mapping[str, Any]) -> dict[str, Any]:
-    """What the arguments say of the tensors alone."""
-    from ckpt_tool.systems.megatron.args import torch_dtype
-
-    dtype = torch_dtype(args.get("params_dtype"))
-    rows = args.get("vocab_size") or args.get("padded_vocab_size")
-    return {key: value for key, value in (("torch_dtype", dtype), ("vocab_size", rows)) if value is not None}
+    for read_job in offered("job_config"):
+        model: ModelConfig | None = read_job(opened, config, family)
+        if model is not None:
+            return model
+    if config is not None:
+        return ModelConfig(config, file=True)
+    return stated_config(opened) or ModelConfig(None)
 
 
 def file_config(opened: Opened) -> Mapping[str, Any] | None:
@@ -237,76 +220,11 @@ def stated_config(opened: Opened) -> ModelConfig | None:
     """What the files of the source's system state of the model in words of their own, None where they state nothing.
 
     Each system with such files has a reader of them (`formats.entry.System.config_reader`)."""
-    for module, function in config_readers():
-        model: ModelConfig | None = getattr(import_module(module), function)(opened)
+    for read_config_of in offered("config_reader"):
+        model: ModelConfig | None = read_config_of(opened)
         if model is not None:
             return model
     return None
-
-
-def model_arguments(opened: Opened) -> dict[str, Any]:
-    """Megatron's arguments of the model, {} where the source has none or too few."""
-    extras = opened.catalog.extras
-    args: Mapping[str, Any]
-    if "args" in extras:
-        from ckpt_tool.systems.megatron.args import arguments
-
-        args = arguments(extras)
-    elif opened.catalog.format.startswith("megatron"):
-        from ckpt_tool.systems.megatron.adapter import LoraHints
-
-        run = opened.catalog.hints.get(LoraHints)
-        args = run.arguments if run is not None else {}
-    else:
-        return {}
-    return dict(args) if all(type(args.get(name)) is int for name in _NEEDED) else {}
-
-
-def centred_norms(opened: Opened) -> bool | None:
-    """Do Megatron's norms multiply by 1 + weight (`--apply-layernorm-1p`)? None where nothing states it."""
-    if "args" not in opened.catalog.extras:
-        return None
-    from ckpt_tool.systems.megatron.args import arguments
-
-    args = arguments(opened.catalog.extras)
-    for name in ("layernorm_zero_centered_gamma", "apply_layernorm_1p"):
-        if isinstance(args.get(name), bool):
-            return bool(args[name])
-    return None
-
-
-def _merged(config: Mapping[str, Any], args: Mapping[str, Any]) -> ModelConfig:
-    """config.json with what Megatron's arguments say otherwise, of the language model where it is a part."""
-    from ckpt_tool.families.config.translation import (
-        differing,
-        from_megatron,
-        kind_of,
-        language_model,
-        megatron_args,
-        set_mtp_layers,
-    )
-    from ckpt_tool.families.models import CLASSES, family_of, known_family
-
-    kind = kind_of(config)
-    facts = CLASSES[kind] if kind is not None else language_model(config)[0]
-    if facts is None:
-        return ModelConfig(config, file=True)
-    mine = megatron_args(config).config
-    if not args.get("mtp_num_layers"):  # transformers names MTP layers in the config, and leaves their tensors out
-        mine = set_mtp_layers(mine, 0)
-    wrong = list(differing(args, mine))
-    if not wrong:
-        return ModelConfig(config, file=True)
-    whole = known_family(config.get("model_type"))
-    family = whole if whole is not None and facts.part else family_of(facts.model_type)
-    here, there = (
-        family.part(found) or found
-        for found in (from_megatron(args, family.name).config, from_megatron(mine, family.name).config)
-    )
-    changed = {key: here.get(key) for key in dict.fromkeys((*here, *there)) if here.get(key) != there.get(key)}
-    note = f"{NAME} is older than Megatron's arguments, which are taken: {'; '.join(wrong)}"
-    path = whole.language.split(".") if whole is not None and whole.part(config) is not None else []
-    return ModelConfig(change_config(config, path, changed), (note,), file=True)
 
 
 def change_config(config: Mapping[str, Any], path: Sequence[str], changed: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,16 +30,16 @@ from ckpt_tool.formats.adapters.lone import is_adapter, note_of
 from ckpt_tool.formats.base import Format, ReadOptions, Specificity, ranks_of
 from ckpt_tool.formats.beside import RECIPE_OF_RUN, has_recipe
 from ckpt_tool.formats.copies import look_for_copies
+from ckpt_tool.formats.entry import offered
 from ckpt_tool.formats.lookalikes import part_of
+from ckpt_tool.formats.run_pointer import RELEASE
 from ckpt_tool.options.reading import Reading
-from ckpt_tool.sources.adapter_states import with_states
 from ckpt_tool.sources.config import read_config
 from ckpt_tool.sources.in_memory import in_memory
 from ckpt_tool.sources.steps import POINTERS, pointed, run_below, runs_in, steps_in
 from ckpt_tool.storage.magic import LFS_LIMIT, is_lfs_pointer
 from ckpt_tool.storage.pickles.pickle_globals import class_of, users_own
 from ckpt_tool.storage.source import Tree, safe_relative, unchanged
-from ckpt_tool.systems.megatron.pointer import RELEASE
 
 if TYPE_CHECKING:
     from ckpt_tool.report.holdings import Checkpoint
@@ -193,11 +193,10 @@ def _opened(given: Tree, reading: Reading) -> Opened:
         note = Note("W-links", f"not read: {'; '.join(_odd_links(given, tree))} ({FOLLOW})")
         catalog = replace(catalog, notes=(*catalog.notes, note))
     if tree is not given and has_recipe(given):  # what reads it reads pickles
-        from ckpt_tool.systems.trainers.torchtune_recipe import with_recipe
-
-        catalog, whole = with_recipe(given, tree, catalog, reading)
-        if whole:
-            return Opened(given, fmt, catalog, resolved, tree)
+        for join_state in offered("run_state"):
+            catalog, is_whole = join_state(given, tree, catalog, reading)
+            if is_whole:
+                return Opened(given, fmt, catalog, resolved, tree)
     return Opened(tree, fmt, catalog, resolved, None if tree is given else given)
 
 
@@ -225,7 +224,7 @@ def _read(fmt: Format, tree: Tree, reading: Reading) -> Catalog:
         in_memory,
     )
     with gc_paused():
-        return with_states(tree, fmt.read(tree, options), options)
+        return fmt.read(tree, options)
 
 
 def _refuse_code(tree: Tree, reading: Reading, fault: InputError) -> None:
@@ -373,10 +372,10 @@ def resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
             return inner, f"{only}, {why}"
         return below, only
     if has_recipe(tree):
-        from ckpt_tool.systems.trainers.torchtune_recipe import newest_with_recipe
-
-        if newest := newest_with_recipe(tree, steps):
-            return tree.below(newest), f"{RECIPE_OF_RUN} goes on from {newest}"
+        for find_newest in offered("newest_step"):
+            newest = find_newest(tree, steps)
+            if newest:
+                return tree.below(newest), f"{RECIPE_OF_RUN} goes on from {newest}"
     raise _several(tree, steps)
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ckpt_tool.core.bounds import numeral
 from ckpt_tool.errors import UnknownFormat, UsageError, is_failure, wrap_os_error
-from ckpt_tool.systems.megatron.pointer import POINTER, step_name
+from ckpt_tool.formats.run_pointer import POINTER, step_name
 
 if TYPE_CHECKING:
     from ckpt_tool.storage.source import Tree

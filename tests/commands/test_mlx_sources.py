@@ -15,6 +15,7 @@ import ckpt_tool as ckpt
 from ckpt_tool.errors import CkptError, InputError
 from ckpt_tool.families.models import FAMILIES
 from ckpt_tool.families.registry import by_name, find
+from ckpt_tool.formats.hub_folder.saved_by import MLX
 from ckpt_tool.systems.hub import mlx_names as mlx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "families"))
@@ -28,7 +29,7 @@ REFUSED = [
     kind
     for family in FAMILIES
     for kind in family.model_types
-    if mlx.NAME not in family.dialects and kind not in mlx.AS_ON_THE_HUB
+    if MLX not in family.dialects and kind not in mlx.AS_ON_THE_HUB
 ]
 
 
@@ -63,9 +64,7 @@ def test_what_mlx_leaves_as_on_the_hub_passes(kind: str, tmp_path: Path) -> None
 
 def test_every_type_that_is_as_on_the_hub_is_one_of_a_family() -> None:
     assert set(TYPES) >= mlx.AS_ON_THE_HUB
-    assert not any(
-        mlx.NAME in by_name(name).dialects and mlx.AS_ON_THE_HUB & {*by_name(name).model_types} for name in NAMES
-    )
+    assert not any(MLX in by_name(name).dialects and mlx.AS_ON_THE_HUB & {*by_name(name).model_types} for name in NAMES)
 
 
 @pytest.mark.parametrize("sign", ["quantization", "switch_mlp", "format"])

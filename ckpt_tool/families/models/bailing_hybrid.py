@@ -6,9 +6,9 @@ convolutions are fused (`hf-5`). MTP is layer N of the released files, which tra
 an older model of this `model_type` (Ling 2.5: lightning attention), Megatron-Bridge 0.6.2 none: the hub dialects alone.
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import Family
 from ckpt_tool.families.model_class import ModelClass
-from ckpt_tool.systems.hub import names as hub
 
 FAMILY = Family(
     name="bailing_hybrid",

@@ -5,9 +5,9 @@ The model's code lies with its files; Megatron-Bridge 0.6.2 has a copy of it (mo
 source of the names, and its table for Megatron (bailing_moe2_bridge.py).
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import DECODER, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, SIGMOID, ModelClass
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.megatron import names as megatron
 
 FAMILY = Family(

@@ -4,9 +4,9 @@ and k. transformers 5.23, models/cohere, models/cohere2.
 No project maps them to Megatron, which has no layer whose two modules run side by side: the hub dialect alone.
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import DECODER, Family
 from ckpt_tool.families.model_class import ModelClass
-from ckpt_tool.systems.hub import names as hub
 
 FAMILY = Family(
     name="cohere2",

@@ -4,10 +4,10 @@ A layer may use another's choice and have no indexer (GLM-5.2). transformers 5.2
 which leave MTP's layer unread; Megatron-Bridge 0.6.2, models/glm_moe_dsa/glm5_bridge.py, for both.
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import FUSED_EXPERTS, LATENT, Family, Variant
 from ckpt_tool.families.model_class import DEFAULTS, GATED, LATENT_FORMS, SIGMOID, ModelClass
 from ckpt_tool.systems.hub import mlx_names as mlx
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.jax import maxtext_names as maxtext
 from ckpt_tool.systems.megatron import names as megatron
 

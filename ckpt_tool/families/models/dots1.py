@@ -3,10 +3,10 @@
 Megatron: mcore-bridge 1.6.5, model/gpts/llm.py and bridge/gpt_bridge.py (`hf_expert_bias_key`); Megatron-Bridge has none.
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import DECODER, FUSED_EXPERTS, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, SIGMOID, ModelClass
 from ckpt_tool.systems.hub import mlx_names as mlx
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.megatron import names as megatron
 
 FAMILY = Family(

@@ -5,9 +5,9 @@ config nothing tells which it is, and the user says it. `paddle-hf` is what the 
 weights as they are in Paddle, the others transposed.
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import CONTIGUOUS, DECODER, NLP_HEAD, OWN_KEYS, PADDLE_FUSED, SHARED_KEYS, Family, Variant
 from ckpt_tool.families.model_class import DEFAULTS, GATED, ModelClass
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.megatron import names as megatron
 
 FAMILY = Family(

@@ -4,9 +4,9 @@ Megatron: Megatron-Bridge 0.6.2, models/exaone/exaone4: its layer has the two no
 none before; it maps the tied 1.2B alone, the head of the 32B lies where Megatron has it, and layers take turns as K-EXAONE's.
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import DECODER, Family
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.megatron import names as megatron
 
 FAMILY = Family(

@@ -5,9 +5,9 @@ Megatron: Megatron-Bridge 0.6.2, models/falcon_h1/falconh1_bridge.py: one norm b
 conv1d (x | B | C) are the hub's at TP 1. It maps no biases but the convolution's, which the released models have alone.
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import DECODER, Family
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.megatron import names as megatron
 
 FAMILY = Family(

@@ -2,9 +2,9 @@
 2.4.0, nn/hf/config.py). transformers 5.23, models/flex_olmo. No project maps it to Megatron or Paddle.
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import DECODER, FUSED_EXPERTS, Family, Variant
 from ckpt_tool.families.model_class import ModelClass
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.trainers import names as trainers
 
 FAMILY = Family(

@@ -3,9 +3,9 @@
 Megatron: plain layers with --apply-layernorm-1p (Megatron-Bridge, models/gemma/gemma_bridge.py); see gemma2 on the norms.
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import DECODER, Family
 from ckpt_tool.families.model_class import GEMMA, ModelClass
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.jax import gemma_names as gemma_library
 from ckpt_tool.systems.llamacpp import names as gguf
 from ckpt_tool.systems.megatron import names as megatron

@@ -4,9 +4,9 @@ Its norms multiply by 1 + weight, and so do Megatron's with --apply-layernorm-1p
 Gemma job has on: the stored weights are equal. Megatron: the layer of Megatron-Bridge, models/gemma/gemma2_bridge.py.
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import DECODER, Family, Variant
 from ckpt_tool.families.model_class import GEMMA, ModelClass
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.jax import gemma_names as gemma_library
 from ckpt_tool.systems.jax import maxtext_names as maxtext
 from ckpt_tool.systems.llamacpp import names as gguf

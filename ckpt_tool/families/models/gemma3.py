@@ -4,9 +4,9 @@ their files and as transformers 5 in memory name it, for who wants that alone; w
 Paddle: PaddleFormers 1.2.0, transformers/gemma3_text. Norms and Megatron's layer: see gemma2; models/gemma/gemma3_bridge.py.
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import DECODER, PADDLE_FUSED, Family, Variant
 from ckpt_tool.families.model_class import GEMMA, GEMMA3_DEFAULTS, ModelClass
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.jax import gemma_names as gemma_library
 from ckpt_tool.systems.jax import maxtext_names as maxtext
 from ckpt_tool.systems.llamacpp import names as gguf

@@ -5,9 +5,9 @@ Megatron: Megatron-Bridge 0.6.2, models/gemma_vl/gemma3_vl_bridge.py, whose towe
 is a layer of Megatron's. The norm before it is no norm of the decoder: it is alike in `megatron-1p`.
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import DECODER, Family, Variant
 from ckpt_tool.families.model_class import GEMMA3_DEFAULTS, ModelClass
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.megatron import names as megatron
 
 FAMILY = Family(

@@ -4,9 +4,9 @@
 one width: a config that states several a layer is read by its first. No project maps it to Megatron: the hub dialects alone.
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import DECODER, Family, Variant
 from ckpt_tool.families.model_class import ModelClass
-from ckpt_tool.systems.hub import names as hub
 
 FAMILY = Family(
     name="gemma3n",

@@ -2,9 +2,9 @@
 models/gemma_vl/gemma4_vl_bridge.py, whose towers are the hub's own modules. `megatron-swift`: mcore-bridge 1.6.5, mm_gpts/gemma4.py,
 which keeps them one level down."""
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import Family
 from ckpt_tool.families.model_class import ModelClass
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.megatron import names as megatron
 
 FAMILY = Family(

@@ -4,9 +4,9 @@ beside the MLP (26B-A4B); whole layers may take their keys for values. Released 
 Megatron: Megatron-Bridge 0.6.2, models/gemma/gemma4_bridge.py. On the way back what stands twice there is taken once.
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import Family
 from ckpt_tool.families.model_class import GEMMA4, GEMMA4_DEFAULTS, GEMMA4_FORMS, ModelClass
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.jax import maxtext_names as maxtext
 from ckpt_tool.systems.megatron import names as megatron
 

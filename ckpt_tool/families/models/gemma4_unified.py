@@ -1,9 +1,9 @@
 """Gemma 4 without towers: patches and sounds are projected at once. `hf-5` is what transformers 5 has in memory. Megatron:
 mcore-bridge 1.6.5, mm_gpts/gemma4.py; Megatron-Bridge 0.6.2 has none."""
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import Family, Variant
 from ckpt_tool.families.model_class import GEMMA4, GEMMA4_DEFAULTS, GEMMA4_FORMS, ModelClass
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.megatron import names as megatron
 
 FAMILY = Family(

@@ -5,9 +5,9 @@ gate_up_proj is [gate; up], as Megatron's fc1. Megatron: slime's layer (slime_pl
 `megatron-swift`: mcore-bridge 1.6.5, gpts/glm4.py, where such a norm is its module's.
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import DECODER, Family
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.megatron import names as megatron
 
 _DEFAULTS = {

@@ -3,10 +3,10 @@
 transformers 5.23, models/glm4_moe_lite; Megatron-Bridge 0.6.2, models/glm/glm47_flash_bridge.py.
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import FUSED_EXPERTS, LATENT, Family, Variant
 from ckpt_tool.families.model_class import DEFAULTS, GATED, LATENT_FORMS, SIGMOID, ModelClass
 from ckpt_tool.systems.hub import mlx_names as mlx
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.megatron import names as megatron
 
 FAMILY = Family(

@@ -2,9 +2,9 @@
 mm_gpts/glm.py, whose norms after a module are that module's, and which keeps the hub's tower in its `visual`;
 Megatron-Bridge 0.6.2 has none."""
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import DECODER, Family
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.megatron import names as megatron
 
 FAMILY = Family(

@@ -2,9 +2,9 @@
 models/glm_vl/glm_45v_bridge.py, whose tower is the hub's own module; `megatron-swift`: mcore-bridge 1.6.5,
 mm_gpts/glm.py, which keeps it one level down."""
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import DECODER, FUSED_EXPERTS, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, SIGMOID, ModelClass
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.megatron import names as megatron
 
 FAMILY = Family(

@@ -7,9 +7,9 @@ wants a patched Megatron-LM of after core 0.19.2 (`require_glm5_hybrid`): a laye
 hyper-connections, whose `scale` is three tensors. Megatron-Bridge 0.6.2 has none.
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import FUSED_EXPERTS, Family, Variant
 from ckpt_tool.families.model_class import ModelClass
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.megatron import names as megatron
 
 FAMILY = Family(

@@ -5,10 +5,10 @@ other dialect has them, so they want --dequantize first. Paddle: PaddleFormers 1
 alone. Megatron: Megatron-Bridge, models/gpt_oss/gpt_oss_bridge.py, with softmax_type learnable.
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import DECODER, Family, Variant
 from ckpt_tool.families.model_class import DEFAULTS, ModelClass
 from ckpt_tool.systems.hub import mlx_names as mlx
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.jax import maxtext_names as maxtext
 from ckpt_tool.systems.llamacpp import names as gguf
 from ckpt_tool.systems.megatron import names as megatron

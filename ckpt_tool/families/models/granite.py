@@ -4,9 +4,9 @@
 No project maps it to Megatron, whose decoder has no such factors: the hub dialect alone.
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import DECODER, Family
 from ckpt_tool.families.model_class import ModelClass
-from ckpt_tool.systems.hub import names as hub
 
 FAMILY = Family(
     name="granite",

@@ -5,9 +5,9 @@ in memory (conversion_mapping.py).
 No project maps them to Megatron: the hub dialects alone.
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import DECODER, Family, Variant
 from ckpt_tool.families.model_class import ModelClass
-from ckpt_tool.systems.hub import names as hub
 
 FAMILY = Family(
     name="granitemoehybrid",

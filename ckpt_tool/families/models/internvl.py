@@ -2,9 +2,9 @@
 Megatron: mcore-bridge 1.6.5, mm_gpts/internvl.py (`InternvlHfVit`), which keeps the hub's tower and projector in its `visual`;
 Megatron-Bridge 0.6.2 has none."""
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import DECODER, Family, Variant
 from ckpt_tool.families.model_class import ModelClass
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.megatron import names as megatron
 
 FAMILY = Family(

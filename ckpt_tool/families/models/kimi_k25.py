@@ -6,9 +6,9 @@ Where the config does not say the tower's heads and width, they are the defaults
 Megatron: Megatron-Bridge 0.6.2, models/kimi_vl/kimi_k25_vl_bridge.py, whose tower and projector are the hub's own modules.
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import Family, Variant
 from ckpt_tool.families.model_class import ModelClass
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.megatron import names as megatron
 
 FAMILY = Family(

@@ -10,9 +10,9 @@ Megatron: Megatron-Bridge of 2026-08-22 (067f987), models/kimi/kimi_k3_bridge.py
 alone, in modules of its own with the hub's names; what the last layer's residuals end in is that layer's.
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import Family
 from ckpt_tool.families.model_class import ModelClass
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.megatron import names as megatron
 
 FAMILY = Family(

@@ -7,9 +7,9 @@ saves a dense layer's MLP under the experts' name (`hf-saved`), the released fil
 `mlp`. Neither Megatron-Bridge 0.6.2 nor mcore-bridge 1.6.5 maps it.
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import Family, Variant
 from ckpt_tool.families.model_class import ModelClass
-from ckpt_tool.systems.hub import names as hub
 
 FAMILY = Family(
     name="kimi_linear",

@@ -1,8 +1,8 @@
 """Llama 1 to 3, Mistral and the text of Ministral 3. Paddle: PaddleFormers 1.2.0 and PaddleNLP 3.0.0b4, transformers/llama/modeling.py."""
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import DECODER, NLP_HEAD, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.jax import maxtext_names as maxtext
 from ckpt_tool.systems.llamacpp import names as gguf
 from ckpt_tool.systems.megatron import names as megatron

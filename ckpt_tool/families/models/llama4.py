@@ -2,9 +2,9 @@
 of q and k have no weights. Megatron: mcore-bridge 1.6.5, mm_gpts/llama4.py, which keeps the hub's tower and projector in its
 `visual`; Megatron-Bridge 0.6.2 has none. RoPE is interleaved in both."""
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import DECODER, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.megatron import names as megatron
 from ckpt_tool.systems.trainers import names as trainers
 

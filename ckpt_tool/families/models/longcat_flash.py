@@ -6,9 +6,9 @@ nothing reads: they are zeros there. Files that transformers 5 saved have these 
 that is an error, which names them (--remove-keys). No project maps it to Megatron.
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import Family, Variant
 from ckpt_tool.families.model_class import ModelClass
-from ckpt_tool.systems.hub import names as hub
 
 FAMILY = Family(
     name="longcat_flash",

@@ -3,9 +3,9 @@
 Megatron-Bridge 0.6.2, models/mimo/mimo_bridge.py: Megatron's eh_proj has the embedding's half first, `input_proj` second.
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import DECODER, Family
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.megatron import names as megatron
 
 FAMILY = Family(

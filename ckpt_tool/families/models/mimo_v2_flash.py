@@ -6,9 +6,9 @@ spelling of the kinds, twice the heads in windowed layers, and none of MTP. In m
 have another name (`hf-5`, conversion_mapping.py). Megatron: Megatron-Bridge 0.6.2, models/mimo_v2_flash.
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import DECODER, FUSED_EXPERTS, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, SIGMOID, ModelClass
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.megatron import names as megatron
 
 FAMILY = Family(

@@ -3,9 +3,9 @@
 transformers 5.23, models/minimax_m2 and conversion_mapping.py; Megatron-Bridge 0.6.2, models/minimax_m2/minimax_m2_bridge.py.
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import DECODER, FUSED_MIXTRAL_EXPERTS, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, SIGMOID, ModelClass
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.megatron import names as megatron
 
 FAMILY = Family(

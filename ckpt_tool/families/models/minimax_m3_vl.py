@@ -5,9 +5,9 @@ Megatron: Megatron-Bridge 0.6.2, models/minimax_m3/minimax_m3_bridge.py: towers 
 the language model, each on the stage of its layer (torch_dist does not care).
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import DECODER, Family, Variant
 from ckpt_tool.families.model_class import DEFAULTS, GEMMA, SIGMOID, ModelClass
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.megatron import names as megatron
 
 FAMILY = Family(

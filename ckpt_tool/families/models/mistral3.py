@@ -2,9 +2,9 @@
 Megatron: Megatron-Bridge 0.6.2, models/ministral3/ministral3_bridge.py, whose tower and projector are the hub's own modules.
 `vision_tower.transformer.` is Pixtral's, and tells the family where no config does."""
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import DECODER, Family, Variant
 from ckpt_tool.families.model_class import ModelClass
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.megatron import names as megatron
 
 FAMILY = Family(

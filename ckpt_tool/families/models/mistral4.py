@@ -3,9 +3,9 @@
 transformers 5.23, models/mistral4. Neither Megatron-Bridge 0.6.2 nor mcore-bridge 1.6.5 maps it: the hub dialect alone.
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import Family
 from ckpt_tool.families.model_class import ModelClass
-from ckpt_tool.systems.hub import names as hub
 
 FAMILY = Family(
     name="mistral4",

@@ -5,9 +5,9 @@ Megatron: Megatron-Bridge 0.6.2, models/nemotron/nemotron_bridge.py, norms as th
 biases, which no released model has, lie where Megatron's layers have them.
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import DECODER, Family
 from ckpt_tool.families.model_class import ModelClass
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.megatron import names as megatron
 
 FAMILY = Family(

@@ -4,9 +4,9 @@
 No project maps them to Megatron or Paddle (Megatron-Core's q_layernorm is over one head).
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import DECODER, Family
 from ckpt_tool.families.model_class import ModelClass
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.jax import maxtext_names as maxtext
 from ckpt_tool.systems.trainers import names as trainers
 

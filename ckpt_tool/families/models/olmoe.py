@@ -5,10 +5,10 @@ transformers 5.23, models/olmoe. Megatron: Megatron-Bridge 0.6.2, models/olmoe/o
 mcore-bridge 1.6.5, gpts/olmoe.py, calls them as the hub does (`megatron-swift`).
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import DECODER, FUSED_EXPERTS, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
 from ckpt_tool.systems.hub import mlx_names as mlx
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.megatron import names as megatron
 
 FAMILY = Family(

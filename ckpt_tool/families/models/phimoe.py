@@ -4,10 +4,10 @@
 No project maps it to Megatron, whose routers have no sparse mixer and whose head no bias: the hub dialects alone.
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import DECODER, Family, Variant
 from ckpt_tool.families.model_class import ModelClass
 from ckpt_tool.systems.hub import mlx_names as mlx
-from ckpt_tool.systems.hub import names as hub
 
 FAMILY = Family(
     name="phimoe",

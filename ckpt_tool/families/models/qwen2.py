@@ -1,8 +1,8 @@
 """Qwen2 and Qwen2.5. Paddle: PaddleFormers 1.2.0, transformers/qwen2; PaddleNLP fuses nothing."""
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import DECODER, NLP_HEAD, PADDLE_FUSED, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.jax import maxtext_names as maxtext
 from ckpt_tool.systems.llamacpp import names as gguf
 from ckpt_tool.systems.megatron import names as megatron

@@ -3,9 +3,9 @@ memory. Megatron: Megatron-Bridge 0.6.2, models/qwen_vl/qwen25_vl_bridge.py, who
 `megatron-swift`: mcore-bridge 1.6.5, mm_gpts/qwen.py, which keeps it one level down.
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import DECODER, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.megatron import names as megatron
 
 FAMILY = Family(

@@ -1,9 +1,9 @@
 """Qwen2-VL: as qwen2_5_vl, and another tower. Megatron: mcore-bridge 1.6.5, mm_gpts/qwen.py, which keeps the hub's own
 module in its `visual`; Megatron-Bridge 0.6.2 has none."""
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import DECODER, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.megatron import names as megatron
 
 FAMILY = Family(

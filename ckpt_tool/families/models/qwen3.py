@@ -1,9 +1,9 @@
 """Qwen3, dense. Paddle: PaddleFormers 1.2.0, transformers/qwen3 (without paddlefleet). The layer of multi-token prediction that a
 job may add: Megatron-Bridge 0.6.2, models/qwen/qwen3_bridge.py, with Qwen3-Next's names on the hub."""
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import DECODER, PADDLE_FUSED, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, GATED, ModelClass
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.jax import maxtext_names as maxtext
 from ckpt_tool.systems.llamacpp import names as gguf
 from ckpt_tool.systems.megatron import names as megatron

@@ -4,10 +4,10 @@ are those in memory too; MTP's layer lies at the top, and transformers leaves it
 Megatron-Bridge 0.6.2, models/qwen_vl/qwen35_vl_bridge.py; mcore-bridge 1.6.5, model/mm_gpts/qwen3_5_gdn.py: `megatron-swift`.
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families import vision
 from ckpt_tool.families.base import DECODER, DELTA_NET, Family, Variant
 from ckpt_tool.families.model_class import ModelClass
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.megatron import names as megatron
 
 FAMILY = Family(

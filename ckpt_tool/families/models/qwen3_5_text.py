@@ -3,9 +3,9 @@
 transformers 5.23, models/qwen3_5; Megatron-Bridge 0.6.2, models/qwen/qwen35_bridge.py.
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import DECODER, DELTA_NET, Family
 from ckpt_tool.families.model_class import DECODER_FORMS, QWEN_DELTA, QWEN_DELTA_DEFAULTS, ModelClass
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.megatron import names as megatron
 
 FAMILY = Family(

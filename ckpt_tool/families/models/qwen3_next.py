@@ -4,10 +4,10 @@ transformers 5.23, models/qwen3_next (which leaves MTP's layer unread); Megatron
 models/qwen/qwen3_next_bridge.py; mcore-bridge 1.6.5, model/gpts/qwen3_next_gdn.py: `megatron-swift`.
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import DECODER, DELTA_NET, FUSED_EXPERTS, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, EXPERT_DEFAULTS, QWEN_DELTA, QWEN_DELTA_DEFAULTS, ModelClass
 from ckpt_tool.systems.hub import mlx_names as mlx
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.jax import maxtext_names as maxtext
 from ckpt_tool.systems.megatron import names as megatron
 

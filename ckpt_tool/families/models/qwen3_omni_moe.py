@@ -3,9 +3,9 @@
 modules. The talker and the decoder of sound have no place there: they travel under their own names. `megatron-swift`: mcore-bridge
 1.6.5, mm_gpts/qwen3_omni.py, without `thinker.` and with both towers under `visual.`."""
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import DECODER, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, DEFAULTS, EXPERT_DEFAULTS, GATED, ModelClass
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.megatron import names as megatron
 
 FAMILY = Family(

@@ -7,9 +7,9 @@ unequal height are refused there). Megatron: mcore-bridge, in layers of its own;
 (`e_proj`, `h_proj`). Megatron-Bridge 0.6.2 has none.
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import DECODER, DELTA_NET, Family, Variant
 from ckpt_tool.families.model_class import DECODER_FORMS, QWEN_DELTA, QWEN_DELTA_DEFAULTS, ModelClass
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.megatron import names as megatron
 
 _MIX = """

@@ -3,9 +3,9 @@
 No project maps it to Megatron: its layers are Megatron-Core's standard modules, and the dialect is what those are called.
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import DECODER, Family
 from ckpt_tool.families.model_class import ModelClass
-from ckpt_tool.systems.hub import names as hub
 from ckpt_tool.systems.megatron import names as megatron
 
 FAMILY = Family(

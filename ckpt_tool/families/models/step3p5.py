@@ -7,9 +7,9 @@ Megatron-Bridge 0.6.2, models/stepfun/step35_bridge.py. That bridge has no rule 
 gate a head, it repeats the gate's row for each element of a head, which no way back undoes once a job has trained it.
 """
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import Family, Variant
 from ckpt_tool.families.model_class import ModelClass
-from ckpt_tool.systems.hub import names as hub
 
 FAMILY = Family(
     name="step3p5",

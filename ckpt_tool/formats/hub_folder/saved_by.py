@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from ckpt_tool.core.hints import Hint
 
-MLX = "mlx"
+MLX = "mlx"  # what mlx-lm's files say of themselves, and the dialect of their names (`systems.hub.mlx_names`)
 
 
 @dataclass(frozen=True, slots=True)

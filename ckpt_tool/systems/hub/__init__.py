@@ -41,4 +41,5 @@ SYSTEM = System(
         ),
     ),
     dialects=(Dialect("hf", order=10),),
+    source_names="passes.mlx_source:names_of_mlx",
 )

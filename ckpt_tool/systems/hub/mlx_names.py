@@ -13,7 +13,6 @@ Source: mlx-lm 0.32.2 `models/*.py` (`sanitize`, and the modules' names).
 
 from __future__ import annotations
 
-NAME = "mlx"  # the dialect, and what MLX's files say of themselves
 # Types of models whose `sanitize` only leaves tensors out (rotary frequencies, a tied head, layers of MTP).
 AS_ON_THE_HUB = frozenset(
     """

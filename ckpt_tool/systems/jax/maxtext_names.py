@@ -31,8 +31,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import Variant
-from ckpt_tool.systems.hub import names as hub
 
 SCANNED = "maxtext"
 UNSCANNED = "maxtext-unscanned"

@@ -59,4 +59,5 @@ SYSTEM = System(
     ),
     options="GgufOptions",
     config_reader="source_config:read_metadata",
+    tokenizer="passes.gguf_metadata:hub_tokenizer",
 )

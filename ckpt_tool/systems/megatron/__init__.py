@@ -68,7 +68,16 @@ SYSTEM = System(
             may_be=_may_be_megatron_fsdp,
         ),
     ),
-    dialects=(Dialect("megatron", order=20), Dialect("megatron-swift", order=100, variant_of="megatron")),
+    dialects=(
+        Dialect(
+            "megatron",
+            order=20,
+            extras="passes.arguments_from_config:with_arguments",
+            leaving="passes.to_other_names:leave_names",
+            missing="hybrid:advise_on_missing",
+        ),
+        Dialect("megatron-swift", order=100, variant_of="megatron"),
+    ),
     passes=(
         SystemPass(
             "layers",
@@ -86,4 +95,6 @@ SYSTEM = System(
         ),
     ),
     options="MegatronOptions",
+    job_config="source_config:read_arguments",
+    adapter_faults="adapter:faults_of_ranks",
 )

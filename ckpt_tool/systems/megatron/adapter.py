@@ -31,17 +31,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.catalog import Note
-from ckpt_tool.core.hints import Hint
 from ckpt_tool.core.tensor import MODEL, Chunk, LogicalTensor, TensorKey
 from ckpt_tool.errors import InputError, UsageError
+from ckpt_tool.formats.adapters.run import LoraHints
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.texts import strict_yaml
 from ckpt_tool.systems.megatron.args import facts_of
+from ckpt_tool.systems.megatron.rules import rule_of
 
 RUN_CONFIG = "run_config.yaml"  # megatron-bridge 0.6.2, `training/utils/checkpoint_utils.py` (`CONFIG_FILE`)
 UNREADABLE = "E2009"
@@ -59,43 +60,14 @@ _DEGREES = {
     "expert_tensor_parallel_size": "etp",
 }
 _MADE = ("canonical_mapping", "params_to_save")  # sets that the bridge makes itself
-_WORDS = {"gated_linear_unit": "swiglu", "num_moe_experts": "num_experts"}  # the provider's -> the arguments'
 _STRIPED = re.compile(r"(?:.+\.)?linear_fc1\.(?:adapter\.weight_magnitude|lora_B\.[^.]+\.weight)")
 _HALVED = re.compile(r".+\.linear_fc1\.adapter\.adapter_(?:gate|up)\.linear_out\.weight")
-
-
-@dataclass(frozen=True, slots=True)
-class LoraHints(Hint):
-    """What the run says of its adapter."""
-
-    KEY: ClassVar[str] = "lora"
-    peft: Mapping[str, Any]  # the section of that name of `run_config.yaml`
-    model: Mapping[str, Any]  # the base's fields
-    base: str = ""  # where the run took the base from, "" where nothing says it
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The base's fields as Megatron-LM's arguments: what the provider has another word for."""
-        if not self.model:
-            return {}
-        said = {word: self.model[own] for own, word in _WORDS.items() if own in self.model}
-        return {**self.model, **said, "group_query_attention": self.model.get("group_query_attention", True)}
-
-    @property
-    def kind(self) -> str:
-        """The class: LoRA, VLMLoRA, CanonicalLoRA, DoRA; "" where nothing says it."""
-        return str(self.peft.get("_target_") or "").rpartition(".")[2]
 
 
 def is_adapter(names: Iterable[str]) -> bool:
     """Are these the tensors of an adapter alone?"""
     names = list(names)
     return bool(names) and all(_OF_ADAPTER.fullmatch(name) for name in names)
-
-
-def is_swift(names: Iterable[str]) -> bool:
-    """Are these an adapter's under PEFT's own names, as ms-swift keeps them in Megatron?"""
-    return any(".lora_A." in name for name in names)
 
 
 _SCALING = "is {}, and it says what the adapter's scaling is"
@@ -135,12 +107,6 @@ def hints_of(document: Mapping[str, Any]) -> LoraHints:
     plain = {key: value for key, value in model.items() if isinstance(value, int | float | str | bool | list)}
     stated = (model.get("hf_model_id"), checkpoint.get("pretrained_checkpoint"))
     return LoraHints(peft, plain, next((each for each in stated if isinstance(each, str) and each), ""))
-
-
-def tensor_ranks(model: Mapping[str, Any]) -> int | None:
-    """How many tensor ranks the run had, None where nothing says it."""
-    found = model.get("tensor_model_parallel_size")
-    return found if type(found) is int and 0 < found < 1 << 20 else None
 
 
 def degrees_of_run(hints: LoraHints) -> dict[str, int]:
@@ -215,7 +181,7 @@ def read_adapter(
     document = run_config(tree, folder)
     hints = hints_of(document) if document or not args else hints_of_arguments(args)
     alone = not any(key.state == MODEL for key in tensors.keys() - own.keys())
-    ranks = tensor_ranks(hints.model)
+    ranks = hints.tensor_ranks
     unknown = False
     out = dict(tensors)
     gated = is_gated(hints, {key.name: tensor.shape for key, tensor in own.items()})
@@ -255,6 +221,22 @@ def hints_of_arguments(args: Mapping[str, Any]) -> LoraHints:
     plain = {key: value for key, value in args.items() if isinstance(value, int | float | str | bool)}
     base = args.get("model")
     return LoraHints(peft if "dim" in peft else {}, plain, base if isinstance(base, str) else "")
+
+
+def faults_of_ranks(parts: Iterable[tuple[str, str]], hints: LoraHints | None) -> tuple[int, list[str]]:
+    """(the tensor ranks, why what they left is no adapter of whole weights). parts: (module, kind) of each tensor."""
+    ranks = (hints.tensor_ranks if hints is not None else None) or 1
+    if ranks == 1:
+        return ranks, []
+
+    faults = []
+    for module, kind in parts:
+        cut = rule_of(f"{module}.weight", 2, gated=False, down_shared=False).dim
+        if kind == "magnitude" and cut == 1:
+            faults.append(f"{module}: its magnitudes were trained against the norm of a share of each row")
+        elif kind == "b" and module.endswith(".in_proj"):
+            faults.append(f"{module}: the rows of its B are stored rank by rank, in sections of each")
+    return ranks, faults
 
 
 def is_gated(hints: LoraHints, shapes: Mapping[str, tuple[int, ...]]) -> bool | None:

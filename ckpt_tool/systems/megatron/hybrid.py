@@ -190,6 +190,12 @@ def shown(names: Iterable[str]) -> str:
     return "".join(letters[at] for at in sorted(letters)) if plain and is_hybrid(names) else ""
 
 
+def advise_on_missing(names: Iterable[str]) -> str:
+    """What to try where tensors of a whole model are missing among these, "" for nothing in particular."""
+    way = "--hybrid-layer-pattern none takes this HybridModel of Megatron's for the GPTModel that it is"
+    return way if shown(names) else ""
+
+
 def changed(args: Mapping[str, Any], letters: str, *, back: bool) -> dict[str, Any]:
     """The arguments of the other side: of a HybridModel with these letters, or (back) of a
     GPTModel. Empty where there are none."""

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import re
 
-from ckpt_tool.systems.hub import names as hub
+from ckpt_tool.families import hub_names as hub
 
 
 def inside(text: str, root: str = "model.language_model.", head: str = "lm_head", here: str = "language_model.") -> str:

@@ -14,15 +14,8 @@ from typing import Any
 from ckpt_tool.core.bounds import numeral
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.target import TargetFile, whole_file
+from ckpt_tool.formats.run_pointer import POINTER, RELEASE, step_name
 from ckpt_tool.storage.source import Tree
-
-POINTER = "latest_checkpointed_iteration.txt"
-RELEASE = "release/"
-
-
-def step_name(iteration: int) -> str:
-    """The name of a step's folder."""
-    return f"iter_{iteration:07d}"
 
 
 def pointed(tree: Tree) -> list[str]:

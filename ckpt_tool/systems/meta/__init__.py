@@ -27,6 +27,6 @@ SYSTEM = System(
             may_be=_may_be_meta,
         ),
     ),
-    dialects=(Dialect("meta", order=40),),
+    dialects=(Dialect("meta", order=40, hints="source_config:hints_of_config"),),
     config_reader="source_config:read_params",
 )

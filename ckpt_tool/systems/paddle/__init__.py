@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpt_tool.formats.entry import Dialect, Entry, System
+from ckpt_tool.formats.entry import Dialect, Entry, System, SystemPass
 
 if TYPE_CHECKING:
+    from ckpt_tool.sources.chosen import Chosen, Conversion
     from ckpt_tool.storage.source import Tree
 
 
@@ -24,6 +25,11 @@ def _may_be_paddle_flex(tree: Tree) -> bool:
     return any(
         name[:1].isdigit() and name.endswith((".metadata", ".lock", ".distcp", ".safetensors")) for name in names
     )
+
+
+def _has_statements(chosen: Chosen, job: Conversion) -> bool:
+    """--aoa"""
+    return bool(job.writing.aoa)
 
 
 SYSTEM = System(
@@ -56,6 +62,23 @@ SYSTEM = System(
             may_be=_may_be_paddle_flex,
         ),
     ),
-    dialects=(Dialect("paddle", order=30),),
+    dialects=(
+        Dialect(
+            "paddle",
+            order=30,
+            hub_config="config:from_paddle",
+            own_config="config:paddle_config",
+            hints="job:hints_of_config",
+        ),
+    ),
+    passes=(
+        SystemPass(
+            "statements",
+            "--aoa: names and structure by Paddle's statements",
+            _has_statements,
+            "passes.aoa_statements:named_by_statements",
+            "before names",
+        ),
+    ),
     options="PaddleOptions",
 )

@@ -78,6 +78,12 @@ class PaddleHints(Hint):
     stem: str | None = None  # of the model file's name
 
 
+def hints_of_config(config: Mapping[str, Any], *, renamed: bool) -> tuple[list[Hint], list[str]]:
+    """(what a Paddle output states of a model with this config, in the hub's words, no notes)."""
+    plain = {key: value for key, value in config.items() if isinstance(value, str | int | float | bool)}
+    return [PaddleHints(config={**plain, "architectures": config.get("architectures")})], []
+
+
 class PaddleRank(NamedTuple):
     """A rank."""
 

@@ -10,4 +10,6 @@ SYSTEM = System(
         Dialect("olmo-core", order=70),
         Dialect("torchtune-0.6", order=120, variant_of="torchtune"),
     ),
+    run_state="torchtune_recipe:with_recipe",
+    newest_step="torchtune_recipe:newest_with_recipe",
 )

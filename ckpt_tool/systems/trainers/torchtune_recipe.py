@@ -30,6 +30,7 @@ from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.tensor import EXTRAS, MODEL, Path, StoredArray, TensorKey, simple_tensor
 from ckpt_tool.errors import CkptError, StorageError
 from ckpt_tool.formats.beside import RECIPE_OF_RUN, UNREAD, recipe_note
+from ckpt_tool.formats.moved import moved
 from ckpt_tool.formats.state_dict.beside_model import Way, joined
 from ckpt_tool.formats.state_dict.content import TorchContent, read_content
 from ckpt_tool.formats.state_dict.optimizer_ids import numbers_of
@@ -37,7 +38,6 @@ from ckpt_tool.formats.state_dict.tree import dotted
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.sources.config import config_in, read_config
 from ckpt_tool.sources.in_memory import in_torchtune
-from ckpt_tool.sources.moved import moved
 from ckpt_tool.storage.pickles.survey import unsafe_names
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.systems.trainers.names import tune_order

@@ -11,18 +11,44 @@ What says so: `format: mlx` in the files' metadata, `quantization` in config.jso
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ckpt_tool.errors import InputError, UsageError
-from ckpt_tool.families.base import Config
-from ckpt_tool.families.registry import FamilyMatch
+from ckpt_tool.families.base import Config, Shape
+from ckpt_tool.families.registry import FamilyMatch, find
 from ckpt_tool.formats.hub_folder.saved_by import MLX, SavedBy
 from ckpt_tool.sources.chosen import Chosen
 from ckpt_tool.sources.config import file_config
+from ckpt_tool.sources.source_names import SourceNames
 from ckpt_tool.systems.hub import mlx_names as mlx
 
 _NO_RULES = "E2911"
 _SECTION = "quantization"
+
+
+def names_of_mlx(chosen: Chosen) -> SourceNames | None:
+    """MLX's names, where MLX saved the first source."""
+    if not is_from_mlx(chosen):
+        return None
+    kept = "codes of MLX stay in MLX's names and layout: --dequantize converts them to the hub's"
+    return SourceNames(MLX, kept if holds_codes(chosen) else "", partial(_find_family, chosen.sources[0].path))
+
+
+def _find_family(path: str, shapes: Mapping[str, Shape], config: Config | None, family: str | None) -> FamilyMatch:
+    """The family and the dialect of what MLX saved. path: of the source. Raises InputError E2911 where no rules
+    describe it."""
+    try:
+        found = find(config, shapes, family=family)
+    except InputError as e:
+        raise refuse_layout(str((config or {}).get("model_type") or "its names"), path) from e
+    if family is not None and ":" in family:
+        return found
+    if MLX in found.family.dialects:
+        return find(config, shapes, stated=MLX, family=found.family.name)
+    if is_named_by(found, config):
+        return found
+    raise refuse_layout(found.family.name, path)
 
 
 def is_from_mlx(chosen: Chosen) -> bool:

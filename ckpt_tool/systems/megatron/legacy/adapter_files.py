@@ -2,7 +2,7 @@
 
     actor/adapter_checkpoint/mp_rank_TT[_PPP][_EEE]_adapter.pt   {"adapter_state_dict": {name: tensor}}
           transformer_config.json     the model's config and the job's degrees, as data (with `extra` in save_contents)
-          dist_ckpt/                  the optimizer of the adapter, scheduler and RNG states (`sources.adapter_states`)
+          dist_ckpt/                  the optimizer of the adapter, scheduler and RNG states (`legacy.adapter_states`)
           huggingface/                config.json of the base, tokenizer
 
 A file holds what the rank's first model chunk has with `.adapter.` in its name: layers and experts under local numbers.
@@ -30,12 +30,13 @@ from ckpt_tool.core.hints import Degrees, Globals, Hints
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.tensor import MODEL, StoredArray
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InputError, Unexplained
+from ckpt_tool.formats.adapters.run import LoraHints
 from ckpt_tool.formats.hub_folder import model_files as hf_files
 from ckpt_tool.formats.state_dict.content import TorchContent, read_content
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.texts import strict_json
 from ckpt_tool.systems.megatron import stored_names as names
-from ckpt_tool.systems.megatron.adapter import LoraHints, is_adapter, is_gated, with_alpha
+from ckpt_tool.systems.megatron.adapter import is_adapter, is_gated, with_alpha
 from ckpt_tool.systems.megatron.args import MegatronFacts, facts_of
 from ckpt_tool.systems.megatron.job import CONTRADICTION, MegatronJob, MegatronRank, RankArray
 from ckpt_tool.systems.megatron.legacy.folders import MISSING, coordinates

@@ -93,8 +93,9 @@ class _Megatron:
         steps), UnmappedTensor E2003, InputError E0303 (forms of other versions), and what the containers raise."""
         if not rank_folders(tree) and adapter_files(tree):
             from ckpt_tool.systems.megatron.legacy.adapter_files import read_files
+            from ckpt_tool.systems.megatron.legacy.adapter_states import with_states
 
-            return read_files(tree, options.lora_alpha)
+            return with_states(tree, read_files(tree, options.lora_alpha), options)
         from ckpt_tool.systems.megatron.legacy.read import read_ranks
 
         return read_ranks(tree)

@@ -37,6 +37,7 @@ from ckpt_tool.core.extras import Opaque, Symbol
 from ckpt_tool.core.target import Target, TargetFile, Wanted
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, STEP
 from ckpt_tool.errors import UsageError
+from ckpt_tool.formats.run_pointer import RELEASE, step_name
 from ckpt_tool.formats.state_dict.composer import StoragePart, TorchComposer
 from ckpt_tool.formats.state_dict.tree import join
 from ckpt_tool.storage.pickles.pickle_values import OrderedMap
@@ -59,7 +60,7 @@ from ckpt_tool.systems.megatron.hints import MegatronHints
 from ckpt_tool.systems.megatron.job import JobRanks, MegatronRank, RankArray
 from ckpt_tool.systems.megatron.legacy.folders import MODEL_FILE, OPTIM_FILE, folder_name, pairs, stage_ranks
 from ckpt_tool.systems.megatron.optimizer import bucketing_of, lay_buffers
-from ckpt_tool.systems.megatron.pointer import RELEASE, pointer_to, step_name
+from ckpt_tool.systems.megatron.pointer import pointer_to
 from ckpt_tool.systems.megatron.rng import NO_STATES, OTHER_RANKS, can_resume, note_of_missing, tensors_of_rng
 from ckpt_tool.systems.megatron.rules import is_vocabulary
 from ckpt_tool.systems.megatron.stored_names import EMBEDDING, TIED_HEAD

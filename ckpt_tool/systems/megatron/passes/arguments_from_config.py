@@ -25,10 +25,12 @@ from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import Format
+from ckpt_tool.formats.entry import of_dialect
 from ckpt_tool.sources.chosen import Chosen
-from ckpt_tool.sources.config import file_config, model_arguments
+from ckpt_tool.sources.config import file_config
 from ckpt_tool.systems.megatron import hybrid
 from ckpt_tool.systems.megatron.options import MegatronOptions
+from ckpt_tool.systems.megatron.source_config import model_arguments
 from ckpt_tool.systems.megatron.stored_names import ROOT
 
 _EMBEDDING = re.compile(rf"{ROOT}embedding\.word_embeddings\.weight")
@@ -105,10 +107,10 @@ def with_arguments(wanted: Wanted, chosen: Chosen, fmt: Format) -> tuple[Mapping
         return extras, ()
     from ckpt_tool.families.config import is_paddle
     from ckpt_tool.families.config.translation import megatron_args
-    from ckpt_tool.systems.paddle.config import from_paddle
 
     if is_paddle(config) or registry.by_name(opened.catalog.format).holds.dialect == "paddle":
-        config = from_paddle(config).config
+        in_hub_words = of_dialect("paddle", "hub_config")
+        config = in_hub_words(config).config if in_hub_words is not None else config
     args, notes = megatron_args(config)
     if not args:
         return extras, notes

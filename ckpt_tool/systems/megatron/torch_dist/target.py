@@ -32,11 +32,12 @@ from ckpt_tool.core.hints import Degrees
 from ckpt_tool.core.target import Patch, Target, TargetFile, Wanted, whole_file
 from ckpt_tool.core.tensor import EXTRAS, STEP
 from ckpt_tool.errors import UsageError
+from ckpt_tool.formats.adapters.run import LoraHints
 from ckpt_tool.formats.dcp_container.dcp_item_files import ItemFiles
 from ckpt_tool.formats.dcp_container.dcp_metadata import METADATA, pickled
 from ckpt_tool.formats.state_dict.composer import StoragePart, TorchComposer
 from ckpt_tool.formats.state_dict.tree import join
-from ckpt_tool.systems.megatron.adapter import RUN_CONFIG, LoraHints, is_adapter, run_text
+from ckpt_tool.systems.megatron.adapter import RUN_CONFIG, is_adapter, run_text
 from ckpt_tool.systems.megatron.args import DIMS, arguments, with_spec
 from ckpt_tool.systems.megatron.chains import held_by
 from ckpt_tool.systems.megatron.hints import DistHints

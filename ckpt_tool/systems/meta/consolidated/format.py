@@ -122,11 +122,11 @@ def _choose(tree: Tree) -> MetaFiles | None:
 
 def _safetensors(tree: Tree, files: Sequence[str], options: ReadOptions = AS_IS) -> Catalog:
     """Mistral AI's whole tensors, as the reader of Hugging Face's files gives them."""
-    from ckpt_tool.systems.hub.safetensors.format import read_of
+    from ckpt_tool.formats.hub_folder.read import read_of
     from ckpt_tool.systems.meta.consolidated.params import read_params, sizes_of
 
-    catalog = read_of(tree, files, options)
+    catalog = read_of(tree, files, FORMAT.name, options)
     params = read_params(tree)
     if params is not None:
         sizes_of(params, tree.display(PARAMS))
-    return replace(catalog, format="meta", extras={}, hints=Hints.of(MetaHints(params, None, params is not None)))
+    return replace(catalog, extras={}, hints=Hints.of(MetaHints(params, None, params is not None)))

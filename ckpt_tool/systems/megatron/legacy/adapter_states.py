@@ -19,19 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ckpt_tool.core.catalog import Catalog, Note
 from ckpt_tool.core.tensor import EXTRAS, MODEL, LogicalTensor
 from ckpt_tool.errors import CkptError, StorageError
 from ckpt_tool.formats import registry
+from ckpt_tool.formats.adapters.run import LoraHints
 from ckpt_tool.formats.base import ReadOptions
-from ckpt_tool.sources.moved import moved
+from ckpt_tool.formats.moved import moved
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.systems.megatron.legacy.verl_files import STATES, adapter_files, states_beside
-
-if TYPE_CHECKING:
-    from ckpt_tool.systems.megatron.adapter import LoraHints
+from ckpt_tool.systems.megatron.adapter import is_gated, stretches
+from ckpt_tool.systems.megatron.legacy.verl_files import STATES, states_beside
 
 _FOLDER = STATES.rstrip("/")
 
@@ -39,10 +37,8 @@ _FOLDER = STATES.rstrip("/")
 def with_states(tree: Tree, catalog: Catalog, options: ReadOptions) -> Catalog:
     """The catalog of an adapter's files with the optimizer's states beside them; any other as it is. Raises nothing: a
     fault of that folder is in the note."""
-    if not states_beside(tree) or not adapter_files(tree).keys() & {*catalog.files}:
+    if not states_beside(tree):
         return catalog
-    from ckpt_tool.systems.megatron.adapter import LoraHints
-
     lora = catalog.hints.get(LoraHints)
     if lora is None:
         return catalog
@@ -77,8 +73,6 @@ def _left(catalog: Catalog, why: str, fault: CkptError | None = None) -> Catalog
 
 def _unlike(catalog: Catalog, states: Collection[LogicalTensor], lora: LoraHints) -> Iterator[str]:
     """What keeps states from being those of the adapter."""
-    from ckpt_tool.systems.megatron.adapter import is_gated, stretches
-
     shapes = {key.name: tensor.shape for key, tensor in catalog.tensors.items()}
     ranks = catalog.mesh.to_json().get("tp", 1)
     gated = is_gated(lora, shapes) is not False

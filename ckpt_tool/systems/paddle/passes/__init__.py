@@ -1,0 +1,1 @@
+"""Passes of a conversion that only Paddle needs."""
