@@ -1,4 +1,4 @@
-"""Hugging Face's hub: safetensors folders, PEFT adapters, the names that released models have, MLX's variants."""
+"""Hugging Face's hub: safetensors folders, PEFT adapters, MLX's variants."""
 
 from __future__ import annotations
 
