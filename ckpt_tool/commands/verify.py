@@ -47,15 +47,15 @@ def verify(src: str, reading: Reading, wanted: Verification = FULL, *, progress:
     sealed = _sealed(src, reading, wanted, progress)  # first: of what comes next nothing is trusted
     try:
         opened = open_source(src, reading)
-    except CkptError as e:
+        refuse_unused_reading(reading, opened)
+        return _verify_opened(opened, [], reading, wanted, sealed, on, progress)
+    except CkptError as e:  # of a header, or of what a reader looks at when its tensors are asked for (zarr's indexes)
         damaged = open_rest(src, reading, e)
         if damaged is not None:
             return _verify_rest(damaged, reading, wanted, sealed, on, progress)
         if not sealed.faults:
             raise
         return _unopened(src, wanted, sealed, e)
-    refuse_unused_reading(reading, opened)
-    return _verify_opened(opened, [], reading, wanted, sealed, on, progress)
 
 
 def _verify_opened(

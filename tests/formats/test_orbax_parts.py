@@ -23,6 +23,7 @@ from ckpt_tool.core.progress import SILENT
 from ckpt_tool.errors import CkptError
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.sources.opening import open_source
+from ckpt_tool.storage.arrays.crc32c import crc32c
 
 CASES = Path(__file__).parents[2] / "fixtures" / "orbax"
 NAMES = ("adamw_ocdbt_zarr2", "dtypes_ocdbt_zarr3", "files_zarr2", "files_zarr3", "manager", "plain_ocdbt")
@@ -237,3 +238,46 @@ def test_a_text_that_metadata_lacks_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CkptError, match="the text 'note' is stored") as caught:
         open_source(str(folder), Reading())
     assert caught.value.code == "E2755"
+
+
+def test_chunks_that_the_flag_lets_be_absent_are_named(tmp_path: Path, capsys) -> None:
+    """Nothing is filled with zeros without a line: a lost file looks like a chunk that was left out."""
+    folder = tmp_path / "save"
+    shutil.copytree(CASES / "files_zarr2", folder)
+    change(folder / "_METADATA", ("store_array_data_equal_to_fill_value",), False)
+    (folder / "params.params.embed.embedding/1.0").unlink()
+    assert run(["convert", str(folder), str(tmp_path / "out"), "--to", "safetensors"]) == 0
+    assert "params.params.embed.embedding: 1 chunk is not stored" in " ".join(capsys.readouterr().out.split())
+
+
+def test_chunks_that_a_shard_lacks_are_named(tmp_path: Path, capsys) -> None:
+    """The index of a shard says which of its chunks are not stored; their file is there."""
+    folder = tmp_path / "save"
+    shutil.copytree(CASES / "files_zarr3", folder)
+    change(folder / "_METADATA", ("store_array_data_equal_to_fill_value",), False)
+    file = folder / "params.layer_0.q.kernel/c/1/0"
+    index = b"\xff" * 16
+    file.write_bytes(index + crc32c(index).to_bytes(4, "little"))
+    assert run(["convert", str(folder), str(tmp_path / "out"), "--to", "safetensors"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "params.layer_0.q.kernel: 1 chunk is not stored" in said and "[0, 0] of c/1/0" in said
+
+
+def test_a_damaged_index_of_a_shard_leaves_the_rest_judged(tmp_path: Path) -> None:
+    """It is read when a tensor's chunks are asked for, after the checkpoint was opened."""
+    folder = tmp_path / "save"
+    shutil.copytree(CASES / "files_zarr3", folder)
+    file = folder / "params.layer_0.q.kernel/c/1/0"
+    data = bytearray(file.read_bytes())
+    data[-8] ^= 1
+    file.write_bytes(data)
+    document = verify(str(folder), Reading(), progress=SILENT)
+    assert [(row["code"], Path(row["file"]).name, row["tensor"]) for row in document["findings"]] == [
+        ("E2753", "0", "params.layer_0.q.kernel")
+    ]
+    whole = verify(str(CASES / "files_zarr3"), Reading(), progress=SILENT)
+    judged = document["digests"]["model"]
+    assert whole["digests"]["model"].items() - judged.items() == {
+        ("layer_0.q.kernel", whole["digests"]["model"]["layer_0.q.kernel"])
+    }
+    assert judged.items() < whole["digests"]["model"].items()

@@ -42,7 +42,7 @@ HEADER_LIMIT = 1 << 20  # bytes
 MOST_CHUNKS = 4_000_000  # of an array
 MOST_DIMS = 64
 HEADERS = (".zarray", "zarr.json")  # the last part of the key of an array's header, by version
-_ABSENT = (1 << 64) - 1
+_EMPTY = ((1 << 64) - 1, (1 << 64) - 1)  # what the index of a shard says of a chunk that is not stored
 _AGAIN = "fetch the checkpoint again"
 _V2 = {
     "b1": "BOOL",
@@ -169,6 +169,27 @@ class Array(NamedTuple):
         """The keys of the chunks that are not stored."""
         return [key for key in self.chunk_keys() if self.store.get(f"{self.name}/{key}") is None]
 
+    def filled_keys(self) -> list[str]:
+        """The keys of the chunks that are read as the fill value, those within shards by their places there. Reads the
+        indexes of the shards. Raises as `chunks`."""
+        if self.holes:
+            return []
+        filled = self.missing_keys()
+        shards = self.layout.shards
+        if shards is None:
+            return filled
+
+        grid = tuple(whole // part for whole, part in zip(self.layout.chunk, shards.shape, strict=True))
+        for key in self.chunk_keys():
+            value = self.store.get(f"{self.name}/{key}")
+            if value is None or self._is_missing(value):
+                continue
+            entries = self._index(value, prod(grid), shards)
+            for place, entry in zip(product(*map(range, grid)), entries, strict=True):
+                if entry == _EMPTY:
+                    filled.append(f"{list(place)} of {key}")
+        return filled
+
     def missing(self) -> CkptError | None:
         """Incomplete E0309 where chunks are lost, by the keys alone."""
         lost = self.missing_keys() if self.holes else []
@@ -191,7 +212,7 @@ class Array(NamedTuple):
         for index, (at, nbytes) in zip(product(*map(range, grid)), entries, strict=True):
             start = tuple(o + i * step for o, i, step in zip(offset, index, shards.shape, strict=True))
             inner = None
-            if (at, nbytes) == (_ABSENT, _ABSENT):
+            if (at, nbytes) == _EMPTY:
                 if self.holes:
                     raise self._lost([f"{list(index)} of the shard at {list(offset)}"], prod(grid), value.path)
             else:

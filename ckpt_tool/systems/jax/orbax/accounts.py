@@ -6,7 +6,7 @@
 Since 0.10.0 (22 November 2024) Orbax stores every chunk and says so (`store_array_data_equal_to_fill_value: true`,
 `_src/serialization/tensorstore_utils.py`). Before, it left chunks out that held nothing but the fill value, and stated
 nothing: a save without the flag may be one of those, or may have lost both the flag and the chunks. So a chunk that is
-not there is an error unless the flag is false or `--lenient` says that it is an old save.
+not there is an error unless the flag is false or `--lenient` says that it is an old save. Both ways a note names it.
 
 Nodes of a database bear a CRC-32C; headers in plain folders bear none. So there a header is compared with the chunks
 that are stored and with `write_shape`, which divides the shape of an array of JAX (its devices' parts are equal) and is
@@ -41,30 +41,29 @@ def check_chunks(tree: Tree, item: OrbaxItem, arrays: Sequence[Array], *, lenien
             "fetch the missing files; Orbax before 0.10 left out chunks that hold nothing but the fill value: if it "
             "wrote this one, --lenient reads them so"
         )
-    if is_collecting():
-        _report_chunks(tree, arrays)
-    elif faults:
+    if faults and not is_collecting():
         raise together(faults)
 
-    if item.sparse is not None or not lenient:
-        return []
     notes: list[Note] = []
     for array in arrays:
-        absent = array.missing_keys()
+        absent = array.filled_keys()
         if absent:
             what = f"{array.name}: {len(absent)} chunks are not stored, and read as its fill value: {absent[0]}"
             notes.append(Note("N-fill", what, tree.display(array.header.path)))
+    if len(notes) > _SHOWN:
+        others = f"{len(notes) - _SHOWN} more arrays have chunks that are not stored, and read as their fill values"
+        notes[_SHOWN:] = [Note("N-fill", others)]
     return notes
 
 
-def _report_chunks(tree: Tree, arrays: Sequence[Array]) -> None:
+def report_chunks(tree: Tree, arrays: Iterable[tuple[TensorKey, Array]]) -> None:
     """Report each array of which chunks are not stored, and their bytes."""
-    for array in arrays:
+    for key, array in arrays:
         stored = sum(chunk.box.numel for chunk in array.chunks())
         lost = max(0, prod(array.shape) - stored)
         if lost:
             fault = array.missing() or missing_file(array.name, tree.display(array.header.path))
-            report_missing(fault, tensors={TensorKey(array.name): array.dtype.nbytes(lost)})
+            report_missing(fault, tensors={key: array.dtype.nbytes(lost)})
 
 
 def check_leaves(

@@ -249,7 +249,9 @@ def _check_names(tree: Tree, path: str, leaves: Sequence[OrbaxLeaf]) -> None:
     stored = [leaf for leaf in leaves if leaf.kind not in EMPTY]
     for leaf in stored:
         if leaf.stored in seen:
-            raise _damaged_error(tree, path, f"two leaves are called {leaf.stored[:200]!r}")
+            fault = _damaged_error(tree, path, f"two leaves are called {leaf.stored[:200]!r}")
+            fault.hint = "Orbax wrote both into one array, so that one is lost: save it again with keys without dots"
+            raise fault
         seen.add(leaf.stored)
     spelled = [tuple(map(str, leaf.path)) for leaf in stored]
     branches = {each[:depth] for each in spelled for depth in range(1, len(each))}
@@ -271,6 +273,10 @@ def _leaf(tree: Tree, path: str, shown: str, row: Any) -> OrbaxLeaf:
                 tree, path, f"a key of {shown[:200]} is not one: {str(key)[:80]} of type {str(key_type)[:20]}"
             )
         path_keys.append(int(key) if key_type == SEQUENCE else key)
+    if not path_keys and type(kind) is str:
+        fault = _damaged_error(tree, path, "the row of () names no leaf: the whole tree is one array without a name")
+        fault.hint = "save it below a name, as {'params': array}: a tensor of no name has no place in any other format"
+        raise fault
     if not 0 < len(path_keys) <= DEEPEST or type(kind) is not str:
         raise _damaged_error(tree, path, f"the row of {shown[:200]} names no leaf")
     is_shape = isinstance(write_shape, list) and all(type(extent) is int and extent >= 0 for extent in write_shape)

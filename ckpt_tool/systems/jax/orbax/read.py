@@ -20,7 +20,7 @@ from ckpt_tool.storage.arrays.ocdbt import MANIFEST, read_keys
 from ckpt_tool.storage.arrays.zarr import Array, ZarrFiles, ZarrStore, read_array
 from ckpt_tool.storage.source import Tree, missing_file
 from ckpt_tool.systems.jax.orbax import items as orbax_items
-from ckpt_tool.systems.jax.orbax.accounts import check_chunks, check_leaves
+from ckpt_tool.systems.jax.orbax.accounts import check_chunks, check_leaves, report_chunks
 from ckpt_tool.systems.jax.orbax.items import EMPTY, STRING, OrbaxItem, OrbaxLeaf, OrbaxStep
 from ckpt_tool.systems.jax.orbax.names import COUNT, COUNTED, OPTAX, STATES, NamedLeaf, Trees, name_leaves
 
@@ -108,6 +108,9 @@ def read_tree(tree: Tree, *, lenient: bool = False) -> Catalog:
         [each.array.shape == () and each.array.dtype.name in PLAIN for each in stored],
     )
     tensors = {key: each for each, key in zip(stored, named.keys, strict=True) if key is not None}
+    if is_collecting():
+        rows = zip(stored, named.keys, strict=True)
+        report_chunks(tree, [(key or TensorKey(each.array.name), each.array) for each, key in rows])
     unread: list[Unread] = []
 
     for refused, fault in named.faults.items():
