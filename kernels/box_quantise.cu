@@ -1,9 +1,9 @@
 // box_quantise: floats as codes and the scales of their blocks, to nearest: what `--quantize` makes, and its bits.
 //
-//     scale[b] = narrow(max(abs(in[block b])) / R)           numpy: quantised/nearest.py: largest, scales_of
+//     scale[b] = narrow(max(abs(in[block b])) / R)           numpy: quantised/nearest_codes.py: largest, scales_of
 //     code[k] = nearest(in[k] / scale[b])                    numpy: codes_of, packed; each operation one rounding in fp32
 //
-// Schemes are those of weight_schemes/schemes.py: blocks of 128 x 128 (fp8-block), whole rows (fp8-channel, int8), groups of 128, 32 or 16
+// Schemes are those of weight_schemes/written_schemes.py: blocks of 128 x 128 (fp8-block), whole rows (fp8-channel, int8), groups of 128, 32 or 16
 // of a row (int4-g128, mxfp8, mxfp4, nvfp4). Level 2 of a box is its rows, level 1 its matrices; boxes begin where blocks do. A list
 // has one scheme and one type of floats. Codes of four bits are two a byte, the low half first. Blocks with what is no finite number
 // are counted in counts[aux]: the CPU refuses them, and what is written there says nothing.

@@ -53,7 +53,7 @@ struct ck_scales {
     uint32_t kind, unused[2];           // ck_kind of a scale: F32, BF16 or E8M0, on its own grid
 };
 
-// The schemes of box_quantise, as `weight_schemes/schemes.py` lists them.
+// The schemes of box_quantise, as `weight_schemes/written_schemes.py` lists them.
 enum ck_scheme { CK_FP8_BLOCK, CK_FP8_CHANNEL, CK_INT8, CK_INT4_G128, CK_MXFP8, CK_MXFP4, CK_NVFP4 };
 
 // Where the scales of one box of floats go: that of block (row, column) of matrix i to

@@ -37,7 +37,7 @@ from ckpt_tool.formats import registry
 from ckpt_tool.formats.adapters.settings import LARGEST
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
-from ckpt_tool.quantised.kept_whole import found_in, model_kinds
+from ckpt_tool.quantised.keep_together import found_in, model_kinds
 from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind, refuse_saved_plan
 from ckpt_tool.sources.config import config_of
 from ckpt_tool.sources.opening import Opened, open_source

@@ -22,8 +22,8 @@ from ckpt_tool.conversion.tied_head import TIED, pair_of
 from ckpt_tool.conversion.vocabulary import is_vocabulary
 from ckpt_tool.families.table import form_of
 from ckpt_tool.sources.config import tree_of
-from ckpt_tool.weight_schemes.scheme import quantisation, section
-from ckpt_tool.weight_schemes.weights import CODES, CONFIG_KEYS, DTYPES, has_integers
+from ckpt_tool.weight_schemes.declared_scheme import quantisation, section
+from ckpt_tool.weight_schemes.quantised_weights import CODES, CONFIG_KEYS, DTYPES, has_integers
 
 _TOKENIZER = "tokenizer.json"
 _ADDED = "added_tokens.json"

@@ -21,8 +21,8 @@ from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import DIALECTS
 from ckpt_tool.sources.config import ModelConfig, config_of
 from ckpt_tool.sources.opening import Opened
-from ckpt_tool.weight_schemes.weights import FoundWeights as Quantised
-from ckpt_tool.weight_schemes.weights import TensorKind
+from ckpt_tool.weight_schemes.quantised_weights import FoundWeights as Quantised
+from ckpt_tool.weight_schemes.quantised_weights import TensorKind
 
 Shape = tuple[int, ...]
 

@@ -25,7 +25,7 @@ from ckpt_tool.conversion.tied_head import TIED, pair_of
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.families.table import form_of
-from ckpt_tool.weight_schemes.weights import part_of
+from ckpt_tool.weight_schemes.quantised_weights import part_of
 
 _LEAST = 64  # elements of a tensor that are no coincidence
 _LAYER = re.compile(r"^(.*?(?:^|\.)(?:layers|h|blocks|block)\.)(\d{1,9})(\..*)$")

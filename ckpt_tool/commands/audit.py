@@ -26,7 +26,7 @@ from ckpt_tool.sources.sound import UNSOUND, cut_short, finding, findings_of
 from ckpt_tool.storage.opening import open_tree
 from ckpt_tool.storage.output.destination import check_beside
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.weight_schemes.weights import has_codes
+from ckpt_tool.weight_schemes.quantised_weights import has_codes
 
 _NO_TENSORS = "E1642"
 _EMPTY_INDEX = "E0336"
@@ -117,7 +117,7 @@ def _of_parts(subject: Subject) -> Iterator[FoundFault]:
     """What small tensors of quantised weights say, where names and shapes alone show nothing wrong."""
     if subject.quantised.faults or not has_codes(kind.dtype for kind in subject.kinds.values()):
         return
-    from ckpt_tool.quantised.soundness import faults_of
+    from ckpt_tool.quantised.part_faults import faults_of
 
     yield from map(_of_error, faults_of(subject.opened, subject.model.config, values=True))
 

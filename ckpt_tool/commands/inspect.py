@@ -32,7 +32,7 @@ from ckpt_tool.options.reading import Inspection, Reading
 from ckpt_tool.sources.opening import Opened, open_source, unchanged_sources
 from ckpt_tool.sources.select import state_filter
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.weight_schemes.weights import DTYPES as CODED
+from ckpt_tool.weight_schemes.quantised_weights import DTYPES as CODED
 
 Tally = Mapping[tuple[str, tuple[Any, tuple[int, ...], int]], int]  # (state, (dtype, shape, bytes of one)) -> how many
 
@@ -285,7 +285,7 @@ def _by_state(tally: Tally) -> dict[str, dict[str, int]]:
 
 def _add_quantisation(document: dict[str, Any], opened: Opened, reading: Reading, *, narrowed: bool) -> None:
     """What is quantised, and the parameters that codes stand for. narrowed: not all tensors are listed."""
-    from ckpt_tool.quantised.summary import summary
+    from ckpt_tool.quantised.weight_counts import summary
 
     names = {row["name"] for row in document["tensors"] if row["state"] == MODEL} if narrowed else None
     found = summary(opened, reading, names)

@@ -24,7 +24,7 @@ from ckpt_tool.merging.options import LORA, UNION, MergeOptions
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.moves import Stored
-from ckpt_tool.quantised.kept_whole import keep_parts_together
+from ckpt_tool.quantised.keep_together import keep_parts_together
 from ckpt_tool.sources.chosen import Chosen, Conversion
 from ckpt_tool.sources.opening import Opened, open_source
 from ckpt_tool.sources.select import split_keys

@@ -30,7 +30,7 @@ from ckpt_tool.sources.sound import UNSOUND, cut_short, damage_noted, finding, f
 from ckpt_tool.storage.opening import open_tree
 from ckpt_tool.storage.records import DAMAGED
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.weight_schemes.weights import has_codes
+from ckpt_tool.weight_schemes.quantised_weights import has_codes
 
 if TYPE_CHECKING:
     from ckpt_tool.device.library import Device
@@ -264,8 +264,8 @@ def _quantised_faults(opened: Opened, reading: Reading, wanted: Verification) ->
     has_columns = any(row.shape[1:] == (1,) for row in opened.catalog.rows())  # bitsandbytes may call its bytes bf16
     if not has_columns and not has_codes(row.dtype for row in opened.catalog.rows()):
         return []
-    from ckpt_tool.quantised.soundness import faults_of
-    from ckpt_tool.quantised.summary import config_of
+    from ckpt_tool.quantised.part_faults import faults_of
+    from ckpt_tool.quantised.weight_counts import config_of
 
     return faults_of(opened, config_of(opened, reading), values=wanted.mode == "full")
 

@@ -181,7 +181,7 @@ API int NAMED(ck_folded)(const void *base, int kind_in, void *out, int kind_out,
 }
 #endif
 
-/* -- codes: to nearest, ties to even (ckpt_tool/quantised/nearest.py) ---------------------------------------------- */
+/* -- codes: to nearest, ties to even (ckpt_tool/quantised/nearest_codes.py) ---------------------------------------------- */
 
 enum { E4M3 = 0, I8 = 1, I4 = 2, E2M1 = 3 };
 enum { PER = 4, SUMS = 4 }; /* numbers of a vector that every processor has, vectors that are summed side by side */
@@ -346,7 +346,7 @@ API void NAMED(ck_codes)(const void *in, int kind, int64_t rows, int64_t columns
 #undef TO
 }
 
-/* -- GGUF's types of blocks: 32 elements, the steps of gguf's quants.py (ckpt_tool/quantised/blocks.py) -------------- */
+/* -- GGUF's types of blocks: 32 elements, the steps of gguf's quants.py (ckpt_tool/quantised/codecs/gguf_blocks.py) -------------- */
 
 enum { BLOCK = 32 };
 

@@ -149,7 +149,8 @@ class CompiledLibrary:
     def codes(
         self, values: tuple[Array, str], where: tuple[int, int, int], divisors: Array, to: str, out: Array
     ) -> tuple[float, float, float] | None:
-        """out = nearest code(values / divisors), as `quantised.nearest` has it; (the largest distance of what is made
+        """out = nearest code(values / divisors), as `quantised.nearest_codes` has it; (the largest distance of what is
+        made
         of the codes, the sums of squares of the distances and of the values). where: (columns, columns of the first
         block that lie before them, columns of a block). divisors: (rows, blocks) or one row for all, fp32. out: 1-d,
         bytes. None where a dtype is not known here."""

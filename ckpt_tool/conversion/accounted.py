@@ -44,7 +44,7 @@ from ckpt_tool.storage.output.replaced import RECORD, ReplacedOutput, Stamp, ent
 from ckpt_tool.storage.output.set_aside import comes_back
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.texts import strict_json
-from ckpt_tool.weight_schemes.weights import QUANTISER_FILES
+from ckpt_tool.weight_schemes.quantised_weights import QUANTISER_FILES
 
 NOT_ALL = "E1604"
 HINT = "choose another output; or look at what is there, and move away or remove what is not needed"

@@ -17,12 +17,12 @@ from ckpt_tool.core.tensor import MODEL, LogicalTensor
 from ckpt_tool.core.wrapper_words import INSIDE_NAMES, shared_wrappers
 from ckpt_tool.formats.base import Fitting
 from ckpt_tool.sources.chosen import Chosen, Conversion
-from ckpt_tool.weight_schemes.weights import DTYPES
+from ckpt_tool.weight_schemes.quantised_weights import DTYPES
 
 # What only the names of an adapter have: PEFT's, and Megatron-Bridge's (`.adapter.`)
 ADAPTER_WORDS = (".base_layer.", ".lora_", ".modules_to_save.", "prompt_encoder.", ".adaption_")
 _BRIDGE_WORD = ".adapter."
-_TORCHAO_WORD = "_qdata"  # the codes of torchao's tensors, as `weight_schemes.weights` reads them
+_TORCHAO_WORD = "_qdata"  # the codes of torchao's tensors, as `weight_schemes.quantised_weights` reads them
 _FILE_HEADERS = frozenset(("metadata", "metadata_by_file"))  # extras that hold what safetensors files state
 
 

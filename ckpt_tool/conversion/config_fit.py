@@ -26,10 +26,10 @@ from ckpt_tool.families.registry import FamilyMatch, find
 from ckpt_tool.families.rewrite import Unfitting, unfitting
 from ckpt_tool.families.table import one_of_each
 from ckpt_tool.formats.hub_folder.saved_by import MLX
-from ckpt_tool.quantised.kept_whole import found_in
+from ckpt_tool.quantised.keep_together import found_in
 from ckpt_tool.sources.chosen import Chosen
-from ckpt_tool.weight_schemes.scheme import is_of_one_scheme, quantisation
-from ckpt_tool.weight_schemes.weights import DTYPES, FoundWeights, TensorKind
+from ckpt_tool.weight_schemes.declared_scheme import is_of_one_scheme, quantisation
+from ckpt_tool.weight_schemes.quantised_weights import DTYPES, FoundWeights, TensorKind
 
 _NO_NAMES = "E1373"  # of `families.registry.find`: the family that the config names has none of the names
 _OF_HUB = (HUB, MLX)  # what dialects begin with whose names libraries of the hub load

@@ -28,7 +28,7 @@ from ckpt_tool.sources.chosen import Chosen, Conversion, dtypes_of, extras_left_
 from ckpt_tool.sources.config import file_config, quantised_config
 from ckpt_tool.sources.select import group_of
 from ckpt_tool.storage.output.destination import Place
-from ckpt_tool.weight_schemes.weights import CODES, part_of
+from ckpt_tool.weight_schemes.quantised_weights import CODES, part_of
 
 SHARD_SIZE = "max-shard-size"
 
@@ -124,7 +124,7 @@ def held(chosen: Chosen, job: Conversion) -> Chosen:
     if MASTER not in writing.drop and not fmt.holds.adapter:  # an adapter alone has no masters of its base
         _refuse_to_lose_masters(chosen, stored)
     if fmt.holds.own_header:
-        from ckpt_tool.quantised.kept_whole import refuse_to_part
+        from ckpt_tool.quantised.keep_together import refuse_to_part
 
         refuse_to_part(chosen, f"files of {fmt.name}")
     extras = chosen.extras
@@ -157,7 +157,7 @@ def _way_out(unheld: LogicalTensor, chosen: Chosen) -> str:
     """What helps. A part of a quantised weight is never to be left out alone: what stays would be other numbers."""
     if unheld.key.state != MODEL:
         return "choose another format, or --remove-keys"
-    from ckpt_tool.quantised.kept_whole import found_in, model_kinds
+    from ckpt_tool.quantised.keep_together import found_in, model_kinds
 
     config = chosen.config if chosen.config is not None else quantised_config(chosen.sources[0])
     scheme, found = found_in(model_kinds(row.tensor for row in chosen.stored), config, checked=False)

@@ -35,7 +35,7 @@ from ckpt_tool.plan.placing import PlacingRule, Wishes, describe_split, lay_out,
 from ckpt_tool.sources.chosen import Chosen
 
 if TYPE_CHECKING:
-    from ckpt_tool.weight_schemes.weights import Units
+    from ckpt_tool.weight_schemes.quantised_weights import Units
 
 # of one job: planned whatever the tensors are; the largest so far have some 100,000
 FEW = 1024
@@ -150,7 +150,7 @@ def _units_of_codes(tensors: Sequence[WantedTensor], chosen: Chosen, degrees: Ma
     """How the tensors of quantised weights may be cut, where anything is cut and some of them may be codes."""
     if all(size == 1 for size in degrees.values()) or not may_hold_codes(tensors):
         return {}
-    from ckpt_tool.quantised.kept_whole import held_together
+    from ckpt_tool.quantised.keep_together import held_together
 
     return held_together(tensors, chosen)
 

@@ -29,7 +29,7 @@ from ckpt_tool.formats.state_dict.roots import Roots
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import DIALECTS, VARIANTS, Writing
 from ckpt_tool.plan.moves import Stored
-from ckpt_tool.quantised.kept_whole import refuse_to_part
+from ckpt_tool.quantised.keep_together import refuse_to_part
 from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind
 from ckpt_tool.sources.config import ModelConfig, check_config, config_of, file_config
 from ckpt_tool.sources.source_names import SourceNames, names_of_source
@@ -466,7 +466,7 @@ def _refuse_lacking(family: Family, target: str, mapped: Mapped, config: Mapping
 
 def _refuse_codes(odd: Sequence[str], config: Mapping[str, Any] | None, family: str) -> None:
     """Raise InputError E1486 where what no rule takes are the codes of a quantised release: one cause, one line."""
-    from ckpt_tool.weight_schemes.scheme import quantisation
+    from ckpt_tool.weight_schemes.declared_scheme import quantisation
 
     scheme = quantisation(config, odd)
     if scheme is None:
@@ -491,7 +491,7 @@ def _mapped(
 ) -> Mapped:
     """The mapping. Of a quantised release codes may lie in a shape of their own: an error's hint says what helps."""
     from ckpt_tool.families.rewrite import mapping
-    from ckpt_tool.weight_schemes.scheme import quantisation
+    from ckpt_tool.weight_schemes.declared_scheme import quantisation
 
     both = {**config, TIED: False} if target == "meta" and config is not None else config  # as `with_head` wrote them
     try:

@@ -40,7 +40,7 @@ def config_of_output(
     config_of_source: Mapping[str, Any], chosen: Chosen, fmt: Format, wanted: Wanted, writing: Writing
 ) -> tuple[Mapping[str, Any], list[str]]:
     """(config.json of the output, lines for the report)."""
-    from ckpt_tool.weight_schemes.scheme import without
+    from ckpt_tool.weight_schemes.declared_scheme import without
 
     dialect = chosen.dialect_in(fmt)
     notes = list[str]()

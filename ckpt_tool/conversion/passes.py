@@ -143,7 +143,7 @@ FITTING = (
         "codes",
         "--dtype leaves codes and scales as they are",
         asked.casts_model,
-        "quantised.kept_whole:as_they_are",
+        "quantised.keep_together:as_they_are",
     ),
     Pass(
         "counted",
@@ -155,7 +155,7 @@ FITTING = (
         "stated",
         "what headers state of torchao's tensors stays with them",
         asked.may_hold_torchao,
-        "quantised.subclasses:carry_headers",
+        "quantised.torchao_headers:carry_headers",
     ),
     Pass(
         "held",

@@ -64,7 +64,7 @@ def make_plan(chosen: Chosen, destination: Place, fmt: Format, writing: Writing)
     target = with_side_files(fmt.target(wanted, layout), chosen, fmt, wanted, writing)
     refuse_unsplit(target, fmt, writing)
     if may_hold_codes(wanted.tensors):
-        from ckpt_tool.quantised.kept_whole import refuse_cut_blocks
+        from ckpt_tool.quantised.keep_together import refuse_cut_blocks
 
         refuse_cut_blocks(target, wanted, chosen, fmt)
     # a dry run on a disk only counts its moves; into a store, what an upload holds at once depends on each of them

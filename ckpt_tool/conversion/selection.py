@@ -101,7 +101,7 @@ def wanted_tensors(chosen: Chosen, job: Conversion) -> Chosen:
     if unread:
         kept, removed = ([key for key in part if key in catalog.tensors] for part in (kept, removed))
     if removed:
-        from ckpt_tool.quantised.kept_whole import keep_parts_together
+        from ckpt_tool.quantised.keep_together import keep_parts_together
 
         kept, removed = keep_parts_together(catalog, kept, removed, writing, chosen.sources[0], job.reading)
     goes = {state for state in present if not requested(state) or unwanted(state)}

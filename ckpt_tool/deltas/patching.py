@@ -38,7 +38,7 @@ from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.moves import Stored, count_copies
 from ckpt_tool.plan.plan import Plan, SourceFile
 from ckpt_tool.plan.schedule import build_moves
-from ckpt_tool.quantised.kept_whole import keep_parts_together
+from ckpt_tool.quantised.keep_together import keep_parts_together
 from ckpt_tool.run.computed import ComputedTree, Input
 from ckpt_tool.sources.chosen import Chosen, Conversion, memory_of_computed, with_computed
 from ckpt_tool.sources.opening import Opened, open_source

@@ -4,7 +4,7 @@
     FloatBox(floats, codes, (1, 4096, 7168), (0, 14336), (0, 7168), scales, (0, 224))
 
 Boxes are whole blocks: they begin where one does, and what they leave out of their last ones is not there. Where rows
-of groups run on without a gap on all three sides they are one row. The bits are those of `quantised.nearest`.
+of groups run on without a gap on all three sides they are one row. The bits are those of `quantised.nearest_codes`.
 Cost: some 10 us a box. What it does not do: turned matrices (gpt-oss), errors of what is made, the largest of a tensor
 (nvfp4's `whole` is given).
 """
@@ -22,7 +22,7 @@ from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.device.casts import CAST_TILE, UNFIT, kind
 from ckpt_tool.device.descriptors import MOST_ROWS, PackedDescriptors, Strided, fill_list, magic, magics, number_tiles
 from ckpt_tool.errors import InternalError
-from ckpt_tool.weight_schemes.schemes import SCHEMES, Scheme
+from ckpt_tool.weight_schemes.written_schemes import SCHEMES, Scheme
 
 # as in box_quantise.cu: of a block, and values of a row that a thread has in registers
 MOST_THREADS = 256
@@ -49,7 +49,7 @@ class FloatBox(NamedTuple):
     target_strides: tuple[int, int]
     scales: int
     scale_strides: tuple[int, int]
-    whole: float = 1.0  # nvfp4's factor of the scales (`nearest.whole_of`)
+    whole: float = 1.0  # nvfp4's factor of the scales (`nearest_codes.whole_of`)
 
 
 class FloatList(NamedTuple):

@@ -18,7 +18,7 @@ from ckpt_tool.algebra.piece import Piece, Side
 from ckpt_tool.core.box import contiguous_strides
 from ckpt_tool.families.base import Shape
 from ckpt_tool.families.table import Table
-from ckpt_tool.weight_schemes.weights import part_of
+from ckpt_tool.weight_schemes.quantised_weights import part_of
 
 
 def followers(

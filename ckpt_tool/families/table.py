@@ -32,7 +32,7 @@ from ckpt_tool.algebra.pattern import Pattern, pattern
 from ckpt_tool.algebra.term import Name, Term
 from ckpt_tool.core.buffers import is_derived
 from ckpt_tool.errors import UsageError
-from ckpt_tool.weight_schemes.weights import part_of
+from ckpt_tool.weight_schemes.quantised_weights import part_of
 
 # a whole part between dots, as `%d` would print it, or the number of a shard (`embedding.shard_3.weight`), of MaxText's layer (`layers_3`)
 # or of Gemma's (`transformer/layer_3/attn`)

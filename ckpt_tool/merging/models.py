@@ -27,7 +27,7 @@ from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.quantised.dequantize import NOTHING
-from ckpt_tool.quantised.kept_whole import refuse_codes
+from ckpt_tool.quantised.keep_together import refuse_codes
 from ckpt_tool.sources.chosen import Chosen, Conversion
 from ckpt_tool.sources.config import config_of
 from ckpt_tool.sources.opening import Opened, open_source

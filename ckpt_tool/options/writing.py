@@ -28,7 +28,7 @@ from ckpt_tool.option_kinds.values import (
     words,
 )
 from ckpt_tool.options.reading import CALLED, FORMATS
-from ckpt_tool.weight_schemes.schemes import SCHEMES
+from ckpt_tool.weight_schemes.written_schemes import SCHEMES
 
 EMA_THEN_MODEL = "ema,model"  # of --as-model: where there is no average, the model's own
 # of one system's names, by another tool for it or for another form of the model -> whose names they are

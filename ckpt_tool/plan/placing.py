@@ -26,7 +26,7 @@ from ckpt_tool.core.target import WantedTensor
 from ckpt_tool.core.tensor import EMA, EXTRAS, MODEL
 from ckpt_tool.errors import UsageError
 from ckpt_tool.plan.balance import balance_stages
-from ckpt_tool.weight_schemes.weights import Units
+from ckpt_tool.weight_schemes.quantised_weights import Units
 
 _COLUMN = re.compile(
     r"(?:^|\.)(?:q_proj|k_proj|v_proj|qkv_proj|query_key_value|gate_proj|up_proj|(?:gate_up|up_gate|gate_up_fused)_proj|w1|w3|wq|wk|wv|fc1|"

@@ -31,7 +31,7 @@ from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.errors import InconsistentCheckpoint
 from ckpt_tool.run.compute import looked_up, numpy_type
 from ckpt_tool.run.computed import Read
-from ckpt_tool.weight_schemes.weights import TILE
+from ckpt_tool.weight_schemes.quantised_weights import TILE
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
@@ -137,7 +137,7 @@ class ScaleGrid:
     columns: int  # of the scales
     block: tuple[int, int]  # (rows, columns) of the tensor that share one
     name: str
-    tiles: bool = False  # they lie tile by tile (`weights.TILE`), not row by row
+    tiles: bool = False  # they lie tile by tile (`quantised_weights.TILE`), not row by row
 
     def read_scales(self, read: Read, rectangle: Rectangle) -> tuple[Floats, Numbers]:
         """(scales of rows of blocks, one a column of the rectangle; which of those rows each row of it takes).

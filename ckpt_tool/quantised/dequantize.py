@@ -1,8 +1,8 @@
 """`--dequantize`: quantised weights and optimizer states as the floats that they stand for, made while they are read.
 
-Weights (`weight_schemes.weights`) become the dtype of the model's config, bf16 where it says none, or what `--dtype`
-says; their scales, and those of activations and caches, are not written, and neither is what the config says of
-quantising."""
+Weights (`weight_schemes.quantised_weights`) become the dtype of the model's config, bf16 where it says none, or what
+`--dtype` says; their scales, and those of activations and caches, are not written, and neither is what the config says
+of quantising."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, Usag
 from ckpt_tool.formats.state_dict.coded import part_of
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.moves import Stored
-from ckpt_tool.quantised.kept_whole import found_in
-from ckpt_tool.quantised.subclasses import header_faults
-from ckpt_tool.quantised.which import is_conv1d
+from ckpt_tool.quantised.keep_together import found_in
+from ckpt_tool.quantised.layer_choice import is_conv1d
+from ckpt_tool.quantised.torchao_headers import header_faults
 from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind, refuse_saved_plan, with_computed
 from ckpt_tool.sources.config import quantised_config
-from ckpt_tool.weight_schemes.scheme import DeclaredScheme, section
-from ckpt_tool.weight_schemes.weights import (
+from ckpt_tool.weight_schemes.declared_scheme import DeclaredScheme, section
+from ckpt_tool.weight_schemes.quantised_weights import (
     BYTES,
     CONFIG_KEYS,
     MATRIX,
@@ -62,13 +62,13 @@ def dequantize(chosen: Chosen, job: Conversion) -> Chosen:
     writing = job.writing
     if not writing.dequantize:
         if any("@" in row.tensor.key.state for row in chosen.stored):
-            from ckpt_tool.quantised.coded import refuse_codes
+            from ckpt_tool.quantised.codecs.torchao_states import refuse_codes
 
             if writing.states or job.fmt.holds.has("optimizer"):
                 refuse_codes([row.tensor for row in chosen.stored])
             chosen = _without_codes(chosen, f"{job.fmt.name} has no place for them")
         if any(row.tensor.dtype.coded for row in chosen.stored):
-            from ckpt_tool.quantised.ggml_blocks import refuse_blocks
+            from ckpt_tool.quantised.gguf_conversion import refuse_blocks
 
             refuse_blocks(chosen, job)
         return chosen
@@ -76,7 +76,7 @@ def dequantize(chosen: Chosen, job: Conversion) -> Chosen:
     refuse_saved_plan(writing, OPTION)
     if any(row.tensor.dtype.coded for row in chosen.stored):
         return _dequantize_blocks(chosen, writing)
-    from ckpt_tool.quantised.coded import coded_states
+    from ckpt_tool.quantised.codecs.torchao_states import coded_states
     from ckpt_tool.quantised.floats import States, states
 
     rows = [row for row in chosen.stored if row.source == 0]
@@ -132,7 +132,7 @@ def _without_codes(chosen: Chosen, reason: str) -> Chosen:
 
 def _dequantize_blocks(chosen: Chosen, writing: Writing) -> Chosen:
     """GGUF's types of blocks as floats of the model's dtype; what is no block keeps its own."""
-    from ckpt_tool.quantised.ggml_blocks import floats_of_blocks
+    from ckpt_tool.quantised.gguf_conversion import floats_of_blocks
 
     recipes = floats_of_blocks(chosen.stored, chosen)
     dtype = _model_dtype(model_config(chosen))
@@ -253,7 +253,7 @@ def small_numbers(source: Any) -> Sequence[int]:
 def stated_shapes(found: FoundWeights, tensors: Mapping[str, LogicalTensor], tree: Tree) -> dict[str, Shape]:
     """Name of its codes -> the shape that a weight's own state says (bitsandbytes of 4 bits). A state that says none is
     another check's."""
-    from ckpt_tool.quantised.tabled import shape_in_state
+    from ckpt_tool.quantised.codecs.bitsandbytes import shape_in_state
     from ckpt_tool.run.computed import Input
 
     shapes: dict[str, Shape] = {}

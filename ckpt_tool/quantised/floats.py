@@ -5,11 +5,12 @@
     w = code * (scale / global_scale)       NVFP4 of compressed-tensors; ModelOpt's `scale * scale_2`, without a -0;
                                             torchao's `scale * per_tensor_scale`
 
-`weights` says what is stored where. The product is rounded once more, to the dtype that is written. So are the peers'
-in fp32; compressed-tensors computes in the dtype of the scales, which gives the same wherever that is bf16 or fp32:
-a code of 8 bits times a bf16 is exact in fp32. (With fp16 scales of a bf16 model it rounds twice, and this once.) MXFP4
-of gpt-oss is computed as (..., rows, columns) and shown transposed, as transformers' `convert_moe_packed_tensors`
-returns it. Cost: 3 ns an element for FP8, 4 for FP4. Memory: a block of the executor and as much again.
+`quantised_weights` says what is stored where. The product is rounded once more, to the dtype that is written. So are
+the peers' in fp32; compressed-tensors computes in the dtype of the scales, which gives the same wherever that is bf16
+or fp32: a code of 8 bits times a bf16 is exact in fp32. (With fp16 scales of a bf16 model it rounds twice, and this
+once.) MXFP4 of gpt-oss is computed as (..., rows, columns) and shown transposed, as transformers'
+`convert_moe_packed_tensors` returns it. Cost: 3 ns an element for FP8, 4 for FP4. Memory: a block of the executor and
+as much again.
 
 Quantised optimizer states of Paddle as the floats that they stand for (`weight_schemes.paddle_states` says what is
 stored).
@@ -62,7 +63,7 @@ from ckpt_tool.run.compute import looked_up
 from ckpt_tool.run.computed import Input, Read, Recipe
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.weight_schemes import paddle_states as quant
-from ckpt_tool.weight_schemes.weights import (
+from ckpt_tool.weight_schemes.quantised_weights import (
     BYTES,
     MATRIX,
     OF_127,
@@ -177,19 +178,19 @@ def recipe(
     belong together.
     """
     if weight.codes == MATRIX:
-        from ckpt_tool.quantised.matrix import matrix
+        from ckpt_tool.quantised.codecs.gptq import matrix
 
         return matrix(weight, key, of)
     if weight.codes == STREAM:
-        from ckpt_tool.quantised.groups import make_group_recipe
+        from ckpt_tool.quantised.codecs.mlx_groups import make_group_recipe
 
         return make_group_recipe(weight, key, of)
     if weight.codes == TRITS:
-        from ckpt_tool.quantised.trits import trits
+        from ckpt_tool.quantised.codecs.bitnet import trits
 
         return trits(weight, key, of)
     if weight.codes in (TABLED, OF_127):
-        from ckpt_tool.quantised.tabled import make_bytes_127_recipe, make_tabled_recipe
+        from ckpt_tool.quantised.codecs.bitsandbytes import make_bytes_127_recipe, make_tabled_recipe
 
         return (make_tabled_recipe if weight.codes == TABLED else make_bytes_127_recipe)(weight, key, of, numbers)
 
@@ -301,7 +302,7 @@ def _fault(name: str, what: str) -> InconsistentCheckpoint:
 
 
 def kinds(tensors: Sequence[LogicalTensor]) -> dict[str, TensorKind]:
-    """Tensors as `weight_schemes.weights.find` takes them."""
+    """Tensors as `weight_schemes.quantised_weights.find` takes them."""
     return {tensor.key.name: TensorKind(tensor.dtype, tensor.shape) for tensor in tensors}
 
 

@@ -4,9 +4,9 @@
 
 The last thing that is done to a model's tensors, under the names and in the layout of the output. What is quantised is
 what would be written without the option: values that `--dequantize` makes, or that `--dtype` rounds, are rounded first,
-so that one run and two give the same bytes. `which` says what stays; so do weights whose rows the groups of a scheme do
-not divide. The config of the output says the scheme (`schemes.config_of`), and every weight is found again by what
-reads such folders, or it is a bug of ours.
+so that one run and two give the same bytes. `layer_choice` says what stays; so do weights whose rows the groups of a
+scheme do not divide. The config of the output says the scheme (`written_schemes.config_of`), and every weight is found
+again by what reads such folders, or it is a bug of ours.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from ckpt_tool.formats.hub_folder.subclasses import Subclasses
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.quantised.dequantize import model_config
-from ckpt_tool.quantised.kept_whole import refuse_codes
-from ckpt_tool.quantised.which import EXPERTS, module_of, why_not
+from ckpt_tool.quantised.keep_together import refuse_codes
+from ckpt_tool.quantised.layer_choice import EXPERTS, module_of, why_not
 from ckpt_tool.sources.chosen import Chosen, Conversion, dtypes_of, with_computed, written_as
-from ckpt_tool.weight_schemes.scheme import found_by, quantisation
-from ckpt_tool.weight_schemes.schemes import Scheme, config_of, laid_out, scheme_of, stated_of
-from ckpt_tool.weight_schemes.weights import TURNED, Shape, TensorKind
+from ckpt_tool.weight_schemes.declared_scheme import found_by, quantisation
+from ckpt_tool.weight_schemes.quantised_weights import TURNED, Shape, TensorKind
+from ckpt_tool.weight_schemes.written_schemes import Scheme, config_of, laid_out, scheme_of, stated_of
 
 if TYPE_CHECKING:
-    from ckpt_tool.quantised.figures import Figures
+    from ckpt_tool.quantised.error_stats import Figures
     from ckpt_tool.run.computed import ComputedTree, Recipe
 
 OPTION = "--quantize"
@@ -196,8 +196,8 @@ def _recipes(
     floats: Mapping[str, DType],
 ) -> list[tuple[list[Recipe], Figures]]:
     """For each weight, how the tensors that it becomes are computed, and its errors. made, floats: by its name."""
-    from ckpt_tool.quantised.coding import Codes, GlobalScale, KnownMaxima, Numbers, Scales, ThreadCache
-    from ckpt_tool.quantised.figures import Figures
+    from ckpt_tool.quantised.error_stats import Figures
+    from ckpt_tool.quantised.quantize_recipes import Codes, GlobalScale, KnownMaxima, Numbers, Scales, ThreadCache
 
     thread_cache = ThreadCache()
     known_maxima = KnownMaxima()

@@ -1,5 +1,5 @@
 """`--repack compressed-tensors`: weights of GPTQ and AWQ as compressed-tensors' `pack-quantized`, the same integers,
-scales and zero points (`repacked` has the layouts), under a config that says so.
+scales and zero points (`repack_recipes` has the layouts), under a config that says so.
 
     m.qweight, m.scales, m.qzeros, m.g_idx   ->   m.weight_packed, m.weight_scale, m.weight_zero_point, m.weight_shape
 
@@ -19,12 +19,19 @@ from ckpt_tool.core.tensor import MODEL, TensorKey
 from ckpt_tool.errors import UsageError
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.quantised.dequantize import model_config, refuse_misfits
-from ckpt_tool.quantised.kept_whole import found_in
+from ckpt_tool.quantised.keep_together import found_in
 from ckpt_tool.quantised.quantize import check_found, modules_that_stay, refuse_names
 from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind, with_computed
-from ckpt_tool.weight_schemes.scheme import INEXACT, DeclaredScheme
-from ckpt_tool.weight_schemes.schemes import Packing, packed_config, packed_parts
-from ckpt_tool.weight_schemes.weights import CONFIG_KEYS, MATRIX, QUANTISER_FILES, FoundWeights, Quantised, TensorKind
+from ckpt_tool.weight_schemes.declared_scheme import INEXACT, DeclaredScheme
+from ckpt_tool.weight_schemes.quantised_weights import (
+    CONFIG_KEYS,
+    MATRIX,
+    QUANTISER_FILES,
+    FoundWeights,
+    Quantised,
+    TensorKind,
+)
+from ckpt_tool.weight_schemes.written_schemes import Packing, packed_config, packed_parts
 
 if TYPE_CHECKING:
     from ckpt_tool.run.computed import Input, Recipe
@@ -43,7 +50,7 @@ class _Weight(NamedTuple):
 
     weight: Quantised
     packing: Packing
-    # role -> the tensor that is made, as `schemes.packed_parts` has it
+    # role -> the tensor that is made, as `written_schemes.packed_parts` has it
     parts: Mapping[str, tuple[str, TensorKind]]
 
 
@@ -157,7 +164,7 @@ def _plan_weight(weight: Quantised, rows: Mapping[str, Stored], *, symmetric: bo
 
 def _recipes(planned: _Weight, inputs_by_name: Mapping[str, Input]) -> Iterator[Recipe]:
     """How the tensors of a weight are made. of: its tensors by name."""
-    from ckpt_tool.quantised.repacked import Packed, RepackedScales, Shape, ZeroPoints
+    from ckpt_tool.quantised.repack_recipes import Packed, RepackedScales, Shape, ZeroPoints
 
     weight, (outputs, inputs) = planned.weight, planned.weight.floats
     parts = weight.parts

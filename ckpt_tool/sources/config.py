@@ -27,7 +27,7 @@ from ckpt_tool.formats.hub_folder.model_files import NESTED, is_sidefile
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.texts.strict_json import parse
-from ckpt_tool.weight_schemes.weights import CONFIG_KEYS, QUANTISER_FILES
+from ckpt_tool.weight_schemes.quantised_weights import CONFIG_KEYS, QUANTISER_FILES
 
 if TYPE_CHECKING:
     from ckpt_tool.sources.opening import Opened
@@ -108,7 +108,7 @@ def _with_quantisation(config: Mapping[str, Any] | None, tree: Tree) -> Mapping[
     if not files:
         return config
 
-    from ckpt_tool.weight_schemes.scheme import of_quantiser, section
+    from ckpt_tool.weight_schemes.declared_scheme import of_quantiser, section
 
     if config is not None and section(config) is not None:
         return config

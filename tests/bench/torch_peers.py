@@ -18,7 +18,7 @@ import torch
 from ckpt_tool.device.library import Device
 from ckpt_tool.device.trial import workloads
 from ckpt_tool.device.trial.workloads import Arena, Lists
-from ckpt_tool.weight_schemes.schemes import SCHEMES
+from ckpt_tool.weight_schemes.written_schemes import SCHEMES
 
 Call = Callable[[int], object]
 T = torch.Tensor

@@ -20,7 +20,7 @@ from ckpt_tool.errors import UsageError
 from ckpt_tool.merging.options import MergeOptions
 from ckpt_tool.options.reading import Inspection, Reading
 from ckpt_tool.options.writing import Writing
-from ckpt_tool.quantised.kept_whole import refuse_codes
+from ckpt_tool.quantised.keep_together import refuse_codes
 from ckpt_tool.report.inspection import inspection
 from ckpt_tool.report.plain import Look, render
 from ckpt_tool.sources.opening import open_source

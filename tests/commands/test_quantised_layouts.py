@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckpt_tool.cli import run
-from ckpt_tool.quantised.which import is_conv1d
+from ckpt_tool.quantised.layer_choice import is_conv1d
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 LAYOUTS = FIXTURES / "quantized-layouts"

@@ -15,8 +15,8 @@ from safetensors.numpy import load_file, save_file
 
 from ckpt_tool.cli import run
 from ckpt_tool.core.dtype import DTYPES
-from ckpt_tool.quantised.kept_whole import found_in
-from ckpt_tool.weight_schemes.weights import TABLED, Quantised, TensorKind
+from ckpt_tool.quantised.keep_together import found_in
+from ckpt_tool.weight_schemes.quantised_weights import TABLED, Quantised, TensorKind
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 FOLDERS = ("quantized", "quantized-families", "quantized-inputs", "quantized-layouts", "quantized-others")

@@ -24,9 +24,9 @@ from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import CkptError, InconsistentCheckpoint, UsageError
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
-from ckpt_tool.quantised import coding
-from ckpt_tool.quantised.figures import GRAIN, Figures
-from ckpt_tool.weight_schemes.schemes import SCHEMES
+from ckpt_tool.quantised import quantize_recipes
+from ckpt_tool.quantised.error_stats import GRAIN, Figures
+from ckpt_tool.weight_schemes.written_schemes import SCHEMES
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
@@ -313,8 +313,8 @@ def test_any_threads_and_any_blocks_give_the_same_bytes_and_figures(
         lost = {0, 3 * GRAIN, 7 * GRAIN}
         with monkeypatch.context() as patch:
             patch.setattr(Figures, "note", but(lost))
-            patch.setattr(coding, "_BAND", 1000)
-            patch.setattr(coding, "_NOTED", 0)
+            patch.setattr(quantize_recipes, "_BAND", 1000)
+            patch.setattr(quantize_recipes, "_NOTED", 0)
             assert made(f"{scheme}-lost", scheme) == want
         assert not lost
 
@@ -326,22 +326,22 @@ def test_scales_read_what_the_codes_have_not(
 ) -> None:
     source = model_of(tmp_path / "m", {NAME.replace("0", str(n)): torch.randn(600, 320) for n in range(3)})
     readers = list[str]()
-    read_values = coding.Codes.read_values
+    read_values = quantize_recipes.Codes.read_values
 
     def read(self: Any, *where: Any) -> Any:
         readers.append(type(self).__name__)
         return read_values(self, *where)
 
-    monkeypatch.setattr(coding._QuantisedPart, "read_values", read)
-    monkeypatch.setattr(coding, "_NOTED", room)
+    monkeypatch.setattr(quantize_recipes._QuantisedPart, "read_values", read)
+    monkeypatch.setattr(quantize_recipes, "_NOTED", room)
     run(source, tmp_path / "o", quantize=scheme, threads=1)
     assert ("Scales" in readers) == (not room)
 
 
 def test_maxima_of_the_weights_that_came_last_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coding, "_NOTED", 40)
-    maxima = coding.KnownMaxima()
-    a, b, c = (coding.TensorKey(name) for name in "abc")
+    monkeypatch.setattr(quantize_recipes, "_NOTED", 40)
+    maxima = quantize_recipes.KnownMaxima()
+    a, b, c = (quantize_recipes.TensorKey(name) for name in "abc")
     for key, total in ((a, 4), (b, 4), (c, 11)):
         maxima.note(key, 1, np.ones(2, np.float32), total)
     assert list(maxima.recall(b, 1, 3)) == [1, 1]
@@ -430,7 +430,7 @@ def test_a_merge_is_quantised_on_the_way(tmp_path: Path) -> None:
 @pytest.mark.parametrize("panel", [1 << 24, 1 << 10])
 def test_experts_of_gpt_oss_are_turned(panel: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of each expert are those of its matrix turned; attention stays."""
-    monkeypatch.setattr(coding, "_PANEL", panel)
+    monkeypatch.setattr(quantize_recipes, "_PANEL", panel)
     name = "model.layers.0.mlp.experts.gate_up_proj"
     q = "model.layers.0.self_attn.q_proj.weight"
     weight = torch.randn(3, 64, 200, generator=torch.Generator().manual_seed(5)).bfloat16()

@@ -23,15 +23,15 @@ from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.tensor import StoredArray, TensorKey, simple_tensor
 from ckpt_tool.merging.averages import Linear
-from ckpt_tool.quantised import blocks as gguf_blocks
-from ckpt_tool.quantised import nearest
-from ckpt_tool.quantised.blocks import BlocksOfFloats, FloatsOfBlocks
-from ckpt_tool.quantised.nearest import Error, ValuePlace, Values, codes_of, largest
+from ckpt_tool.quantised import nearest_codes
+from ckpt_tool.quantised.codecs import gguf_blocks
+from ckpt_tool.quantised.codecs.gguf_blocks import BlocksOfFloats, FloatsOfBlocks
+from ckpt_tool.quantised.nearest_codes import Error, ValuePlace, Values, codes_of, largest
 from ckpt_tool.run.compute import cast
 from ckpt_tool.run.computed import ComputedTree, Input
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.weight_schemes.ggml_types import of_name
-from ckpt_tool.weight_schemes.schemes import SCHEMES
+from ckpt_tool.weight_schemes.written_schemes import SCHEMES
 
 NUMPY = {"F32": np.float32, "BF16": ml_dtypes.bfloat16}
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
@@ -254,7 +254,7 @@ def test_codes(library: CompiledLibrary, monkeypatch: pytest.MonkeyPatch, dtype:
     cases = [(block, some[: len(values) // block[0]]) for block, some in cases]
     want = [coded(values, dtype, scheme, *case) for case in cases]
     sizes = [largest(Values(values, DTYPES[dtype]), 120, 32, of_all=both) for both in (False, True)]
-    monkeypatch.setattr(nearest, "ready", lambda nbytes: library)
+    monkeypatch.setattr(nearest_codes, "ready", lambda nbytes: library)
     for each, case in zip(want, cases, strict=True):
         again = coded(values, dtype, scheme, *case)
         assert each[0] == again[0] and each[1].most == again[1].most

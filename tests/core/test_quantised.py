@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_tool.core.dtype import DTYPES
-from ckpt_tool.weight_schemes.scheme import quantisation, section, without
-from ckpt_tool.weight_schemes.weights import CONFIG_KEYS, TensorKind, block_of, find, part_of, units
+from ckpt_tool.weight_schemes.declared_scheme import quantisation, section, without
+from ckpt_tool.weight_schemes.quantised_weights import CONFIG_KEYS, TensorKind, block_of, find, part_of, units
 
 NAMES = [
     f"{stem}{end}"

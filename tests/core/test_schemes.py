@@ -1,4 +1,4 @@
-"""What `--quantize` lays out is what `weights.find` recognises, by the config that is written with it."""
+"""What `--quantize` lays out is what `quantised_weights.find` recognises, by the config that is written with it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from math import prod
 import pytest
 
 from ckpt_tool.core.dtype import DTYPES
-from ckpt_tool.weight_schemes.scheme import quantisation
-from ckpt_tool.weight_schemes.schemes import SCHEMES, config_of, laid_out
-from ckpt_tool.weight_schemes.weights import find
+from ckpt_tool.weight_schemes.declared_scheme import quantisation
+from ckpt_tool.weight_schemes.quantised_weights import find
+from ckpt_tool.weight_schemes.written_schemes import SCHEMES, config_of, laid_out
 
 SHAPES = [(128, 128), (1, 256), (300, 384), (576, 7168), (2, 200, 256)]
 

@@ -13,7 +13,7 @@ from family_models import NAMES, config_of, real_class
 
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.tensor import StoredArray, TensorKey, simple_tensor
-from ckpt_tool.quantised.which import OUTSIDE, TOWERS, why_not
+from ckpt_tool.quantised.layer_choice import OUTSIDE, TOWERS, why_not
 
 # ends of modules that stay though they are linear layers of a layer
 STAY = re.compile(

@@ -447,10 +447,10 @@ def _floats(files: dict[str, bytes]) -> None:
     from ckpt_tool.formats import registry
     from ckpt_tool.quantised.dequantize import _model_dtype
     from ckpt_tool.quantised.floats import recipe
-    from ckpt_tool.quantised.kept_whole import found_in
+    from ckpt_tool.quantised.keep_together import found_in
     from ckpt_tool.run.computed import Input
     from ckpt_tool.sources.config import config_in
-    from ckpt_tool.weight_schemes.weights import TensorKind
+    from ckpt_tool.weight_schemes.quantised_weights import TensorKind
 
     tree = targets.Files(files)
     try:

@@ -34,7 +34,7 @@ from ckpt_tool.device.trial.check import quantise_by_cpu
 from ckpt_tool.plan.copy import Copy
 from ckpt_tool.run.compute import cast, numpy_type
 from ckpt_tool.run.digest import LEAF
-from ckpt_tool.weight_schemes.schemes import SCHEMES
+from ckpt_tool.weight_schemes.written_schemes import SCHEMES
 
 BLOCKS = (0, 1, 2, 5)
 THREADS = (0, 32, 96, 256)

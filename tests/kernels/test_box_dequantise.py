@@ -25,7 +25,7 @@ from ckpt_tool.errors import InternalError, StorageError
 from ckpt_tool.quantised.codes import ScaleGrid
 from ckpt_tool.quantised.floats import Weight
 from ckpt_tool.run.compute import cast, numpy_type
-from ckpt_tool.weight_schemes.weights import BYTES, NIBBLES
+from ckpt_tool.weight_schemes.quantised_weights import BYTES, NIBBLES
 
 CODES = [DTYPES[name] for name in ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8", "F4")]
 TARGETS = [DTYPES[name] for name in ("F32", "BF16", "F16")]

@@ -22,8 +22,8 @@ from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.device.casts import CastScales, CodeBox, Counted, pack_codes
 from ckpt_tool.device.kernels import box_dequantise
 from ckpt_tool.device.library import Device
-from ckpt_tool.quantised.kept_whole import found_in
-from ckpt_tool.weight_schemes.weights import NIBBLES, TURNED, Quantised, TensorKind
+from ckpt_tool.quantised.keep_together import found_in
+from ckpt_tool.weight_schemes.quantised_weights import NIBBLES, TURNED, Quantised, TensorKind
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures/quantized"
 # case -> weights of which the truth has the floats under the same name

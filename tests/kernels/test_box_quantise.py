@@ -1,4 +1,5 @@
-"""box_quantise against quantised/nearest.py: every bfloat16 and float16, quotients beside ties, blocks at the ends of
+"""box_quantise against quantised/nearest_codes.py: every bfloat16 and float16, quotients beside ties, blocks at the
+ends of
 the range, rows longer than registers, what is not finite.
 
 The oracle is the CPU's own arithmetic (`trial.check.quantise_by_cpu`).
@@ -21,7 +22,7 @@ from ckpt_tool.device.quantising import TABLE, FloatBox, pack_floats
 from ckpt_tool.device.trial.check import quantise_by_cpu
 from ckpt_tool.errors import InternalError
 from ckpt_tool.run.compute import numpy_type
-from ckpt_tool.weight_schemes.schemes import SCHEMES, Scheme
+from ckpt_tool.weight_schemes.written_schemes import SCHEMES, Scheme
 
 SOURCES = [DTYPES[name] for name in ("F32", "BF16", "F16")]
 Array = npt.NDArray[Any]

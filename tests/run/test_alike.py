@@ -9,8 +9,8 @@ import pytest
 
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.listing import RowBlock
-from ckpt_tool.quantised.alike import Alike
-from ckpt_tool.weight_schemes.weights import TensorKind, find
+from ckpt_tool.quantised.module_classes import Alike
+from ckpt_tool.weight_schemes.quantised_weights import TensorKind, find
 
 ENDINGS = [
     *("weight", "weight_scale_inv", "weight_scale", "scale", "weight_packed", "weight_shape", "weight_zero_point"),

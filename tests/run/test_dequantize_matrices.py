@@ -17,7 +17,7 @@ from ml_dtypes import bfloat16
 from safetensors.numpy import load_file, save_file
 
 from ckpt_tool.cli import run
-from ckpt_tool.weight_schemes.scheme import quantisation
+from ckpt_tool.weight_schemes.declared_scheme import quantisation
 
 INPUTS = Path(__file__).parents[2] / "fixtures/quantized-inputs"
 FIXTURE = INPUTS / "gptq_int4"

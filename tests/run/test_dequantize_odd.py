@@ -17,7 +17,7 @@ from ckpt_tool.errors import CkptError
 from ckpt_tool.quantised.floats import recipe
 from ckpt_tool.run.computed import ComputedTree, Input
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.weight_schemes.weights import TensorKind, find
+from ckpt_tool.weight_schemes.quantised_weights import TensorKind, find
 
 DIMS = (0, 1, 2, 3, 4, 8, 16, 32, 64)
 

@@ -21,7 +21,7 @@ from ckpt_tool.options.reading import Reading
 from ckpt_tool.quantised.codes import list_byte_values, rectangles, unpack_codes
 from ckpt_tool.quantised.dequantize import small_numbers
 from ckpt_tool.quantised.floats import recipe, transpose_view
-from ckpt_tool.quantised.kept_whole import found_in, model_kinds
+from ckpt_tool.quantised.keep_together import found_in, model_kinds
 from ckpt_tool.run.compute import cast
 from ckpt_tool.run.computed import ComputedTree, Input
 from ckpt_tool.sources.opening import open_source

@@ -1,7 +1,7 @@
 """Every scheme's weight with one of its parts taken away, cut short, in another shape or dtype, or with the values
 of another part: floats are never other ones with exit 0, and `audit` and `verify` say what is wrong.
 
-The cases are made of `parts.LAYOUTS`: a layout without a checkpoint of its own library's here fails."""
+The cases are made of `weight_layouts.LAYOUTS`: a layout without a checkpoint of its own library's here fails."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ import pytest
 
 from ckpt_tool.cli import run
 from ckpt_tool.core.dtype import DTYPES
-from ckpt_tool.quantised.kept_whole import found_in
-from ckpt_tool.weight_schemes.parts import LAYOUTS, find_layout
-from ckpt_tool.weight_schemes.weights import TensorKind
+from ckpt_tool.quantised.keep_together import found_in
+from ckpt_tool.weight_schemes.quantised_weights import TensorKind
+from ckpt_tool.weight_schemes.weight_layouts import LAYOUTS, find_layout
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 

@@ -33,12 +33,12 @@ from ckpt_tool.device.library import Device
 from ckpt_tool.device.quantising import FLOATS as FLOATS_TO_QUANTISE
 from ckpt_tool.device.quantising import FloatBox, pack_floats
 from ckpt_tool.errors import StorageError
-from ckpt_tool.quantised import nearest
+from ckpt_tool.quantised import nearest_codes
 from ckpt_tool.quantised.codes import list_byte_values
 from ckpt_tool.run import compute
 from ckpt_tool.run.compare import Worst, differ
 from ckpt_tool.run.digest import LEAF
-from ckpt_tool.weight_schemes.schemes import SCHEMES, Scheme
+from ckpt_tool.weight_schemes.written_schemes import SCHEMES, Scheme
 
 Trial = Callable[[Device, np.random.Generator], tuple[int, str]]  # bytes of work, what is wrong ("" for nothing)
 
@@ -348,30 +348,30 @@ class QuantisedCheck(NamedTuple):
 def quantise_by_cpu(
     values: npt.NDArray[np.generic], shape: tuple[int, int, int], source: DType, scheme: Scheme
 ) -> QuantisedCheck:
-    """The same by `quantised.nearest`, matrix by matrix and band by band."""
+    """The same by `quantised.nearest_codes`, matrix by matrix and band by band."""
     (matrices, rows, columns), (high, _) = shape, scheme.block
     width = scheme.group(columns)
     scale_dtype = DTYPES[scheme.scales] if scheme.scales else source
     tensor_scale = None
     if scheme.name == "nvfp4":
-        size = nearest.largest(nearest.Values(values, source), columns, columns, of_all=True)
-        tensor_scale = nearest.whole_of(size.reshape(1))
+        size = nearest_codes.largest(nearest_codes.Values(values, source), columns, columns, of_all=True)
+        tensor_scale = nearest_codes.whole_of(size.reshape(1))
 
     codes = []
     scales = []
     for matrix in values.reshape(matrices, rows * columns):
         for row in range(0, rows, high):
-            band = nearest.Values(matrix[row * columns : min(row + high, rows) * columns], source)
-            band_scales = nearest.scales_of(
-                nearest.largest(band, columns, width, of_all=high > 1), scheme, scale_dtype, tensor_scale
+            band = nearest_codes.Values(matrix[row * columns : min(row + high, rows) * columns], source)
+            band_scales = nearest_codes.scales_of(
+                nearest_codes.largest(band, columns, width, of_all=high > 1), scheme, scale_dtype, tensor_scale
             )
-            divisors = nearest.divisors_of(band_scales, scale_dtype, "", tensor_scale)
+            divisors = nearest_codes.divisors_of(band_scales, scale_dtype, "", tensor_scale)
             scales.append(band_scales.reshape(1, -1))
             with np.errstate(over="ignore"):  # in the error figures, which nobody asks for here
                 codes.append(np.empty(len(band.line), np.uint8))
-                nearest.codes_of(band, nearest.ValuePlace(columns, 0, width), divisors, scheme, codes[-1])
+                nearest_codes.codes_of(band, nearest_codes.ValuePlace(columns, 0, width), divisors, scheme, codes[-1])
 
-    packed = nearest.pack_codes(np.concatenate(codes), scheme)
+    packed = nearest_codes.pack_codes(np.concatenate(codes), scheme)
     return QuantisedCheck(
         packed,
         np.concatenate(scales).reshape(matrices, ceil_div(rows, high), -1),

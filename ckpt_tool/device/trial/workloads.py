@@ -27,7 +27,7 @@ from ckpt_tool.device.descriptors import SPANS_FROM, TILE, PackedDescriptors, St
 from ckpt_tool.device.digests import DigestLine, pack_lines
 from ckpt_tool.device.library import Device, Memory
 from ckpt_tool.device.quantising import FloatBox, pack_floats
-from ckpt_tool.weight_schemes.schemes import SCHEMES
+from ckpt_tool.weight_schemes.written_schemes import SCHEMES
 
 WHOLE = 256.0  # nvfp4's factor: the scales of normal values stay below the 448 of F8_E4M3
 QUANTISED = (("F32", "fp8-block"), *(("BF16", name) for name in SCHEMES))

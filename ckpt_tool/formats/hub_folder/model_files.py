@@ -24,7 +24,7 @@ from ckpt_tool.core.hints import Hint
 from ckpt_tool.core.missing import report_missing
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.weight_schemes.weights import QUANTISER_FILES
+from ckpt_tool.weight_schemes.quantised_weights import QUANTISER_FILES
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"

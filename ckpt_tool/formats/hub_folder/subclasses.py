@@ -1,7 +1,7 @@
 """What torchao states of its tensors in the header of each safetensors file, without which no library builds them.
 
-A tensor subclass lies as its parts (`weight_schemes.weights.subclass_part`); `__metadata__` has for each tensor of the
-whole model, in every file, a JSON text, and the list of them all:
+A tensor subclass lies as its parts (`weight_schemes.quantised_weights.subclass_part`); `__metadata__` has for each
+tensor of the whole model, in every file, a JSON text, and the list of them all:
 
     "m.weight": {"_type": "Int8Tensor", "_data": {"block_size": [1, 64], ...}, "_tensor_data_names": ["qdata", "scale"]}
     "m.bias": {"_type": "Tensor"}
@@ -9,7 +9,7 @@ whole model, in every file, a JSON text, and the list of them all:
 
 transformers 5.23 joins the headers of all files and takes the list of the last one; vLLM reads a file at a time. So
 every file states every tensor, as torchao does. Nothing is looked up or called by these texts: a reader finds weights
-by names, dtypes and shapes (`weight_schemes.weights`), and a text is written again as it is.
+by names, dtypes and shapes (`weight_schemes.quantised_weights`), and a text is written again as it is.
 
 Source: torchao 0.18 `prototype/safetensors/safetensors_support.py`; transformers 5.23
 `quantizers/quantizer_torchao.py`.
@@ -24,7 +24,7 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from ckpt_tool.core.hints import Hint
-from ckpt_tool.weight_schemes.weights import subclass_part
+from ckpt_tool.weight_schemes.quantised_weights import subclass_part
 
 NAMES = "tensor_names"
 _PLAIN = json.dumps({"_type": "Tensor"})

@@ -36,7 +36,7 @@ from ckpt_tool.storage.pickles.pickle_values import (
     WrapperRef,
     as_extras,
 )
-from ckpt_tool.weight_schemes.weights import subclass_part
+from ckpt_tool.weight_schemes.quantised_weights import subclass_part
 
 SLOT = Symbol("ckpt.tensor")  # stands in a list or tuple of the extras where a tensor was
 DEPTH_LIMIT = 200  # containers inside containers

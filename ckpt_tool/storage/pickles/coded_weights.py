@@ -10,9 +10,9 @@
       Float8AQTTensorImpl, not transposed                   float8_data, scale
     LinearActivationQuantizedTensor                         those of its `original_weight_tensor`
 
-The names are those under which torchao lays weights into safetensors files, and `weight_schemes.weights` finds them by.
-A pickle holds `_rebuild_from_type_v2(_rebuild_wrapper_subclass, class, (class, dtype, size, ...), state)`; the tensors
-lie in the state, and no code of the class is needed to read them.
+The names are those under which torchao lays weights into safetensors files, and `weight_schemes.quantised_weights`
+finds them by. A pickle holds `_rebuild_from_type_v2(_rebuild_wrapper_subclass, class, (class, dtype, size, ...),
+state)`; the tensors lie in the state, and no code of the class is needed to read them.
 
 Source: torchao 0.18.0 `quantization/quantize_/workflows/` and `prototype/mx_formats/`, `tensor_data_names` of each
 class; 0.12.0 `dtypes/affine_quantized_tensor.py`, `dtypes/uintx/`, `dtypes/floatx/float8_layout.py`.
@@ -28,7 +28,7 @@ from ckpt_tool.core.extras import Symbol
 from ckpt_tool.storage.pickles.coded_states import wrapper
 from ckpt_tool.storage.pickles.pickle_globals import CODED_WEIGHTS
 from ckpt_tool.storage.pickles.pickle_values import TensorRef
-from ckpt_tool.weight_schemes.weights import SUBCLASS_ROLES
+from ckpt_tool.weight_schemes.quantised_weights import SUBCLASS_ROLES
 
 _INSIDE = ("tensor_impl", "original_weight_tensor")  # of a class that wraps another
 _CALLED = {"int_data": "qdata", "float8_data": "qdata"}

@@ -18,9 +18,9 @@ Specification (gguf 0.19.0 `gguf_writer.py`, `gguf_reader.py`; llama.cpp of Octo
   `split.tensors.count`; the first one alone has the rest of the metadata.
 
 Above the files a tensor of blocks has its rows' blocks for items (`DType.block`): it is moved as it is, GGUF to GGUF,
-and everything else wants `--dequantize`, which makes floats of it (`quantised.blocks`); so do big-endian values. Names
-are llama.cpp's (dialect `gguf` of the families); what the metadata says of the model is read as its config.json
-(`systems.llamacpp.config`), and written from it.
+and everything else wants `--dequantize`, which makes floats of it (`quantised.codecs.gguf_blocks`); so do big-endian
+values. Names are llama.cpp's (dialect `gguf` of the families); what the metadata says of the model is read as its
+config.json (`systems.llamacpp.config`), and written from it.
 
 Written: version 3, alignment 32, gguf-py's own order and padding; what stays F32 is llama.cpp's rule (`fit`). Cost: the
 header, some 60 ms where the vocabulary has 128,000 tokens. What it does not do: GGUF's adapters and `mmproj` files

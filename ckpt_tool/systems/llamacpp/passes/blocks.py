@@ -2,7 +2,7 @@
 
     --to gguf --gguf-type q8_0    blk.0.attn_q.weight BF16 (64, 256)    ->  Q8_0 (64, 8): blocks of 34 bytes
 
-Which tensors: `systems.llamacpp.gguf.fit`. The arithmetic: `quantised.blocks`.
+Which tensors: `systems.llamacpp.gguf.fit`. The arithmetic: `quantised.codecs.gguf_blocks`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ckpt_tool.quantised.blocks import BlocksOfFloats, library
+from ckpt_tool.quantised.codecs.gguf_blocks import BlocksOfFloats, library
 from ckpt_tool.sources.chosen import Chosen, Conversion, with_computed
 from ckpt_tool.systems.llamacpp.options import GgufOptions
 from ckpt_tool.weight_schemes.ggml_types import of_name

@@ -29,7 +29,7 @@ from ckpt_tool.quantised.codes import Floats, as_floats, list_byte_values, recta
 from ckpt_tool.run.compute import looked_up
 from ckpt_tool.run.computed import Input, Read, Recipe
 from ckpt_tool.storage.texts.strict_json import parse
-from ckpt_tool.weight_schemes.weights import Quantised
+from ckpt_tool.weight_schemes.quantised_weights import Quantised
 
 SHAPE = "E1462"
 UNKNOWN = "E1464"

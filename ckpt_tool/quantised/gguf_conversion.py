@@ -2,7 +2,7 @@
 
     --to gguf                    kept, under their names           --to safetensors     E1706, --dequantize makes floats
 
-What makes floats of blocks is in `quantised.blocks`; blocks of floats are `systems.llamacpp.passes.blocks`.
+What makes floats of blocks is in `quantised.codecs.gguf_blocks`; blocks of floats are `systems.llamacpp.passes.blocks`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def refuse_blocks(chosen: Chosen, job: Conversion) -> None:
 def floats_of_blocks(rows: Iterable[Stored], chosen: Chosen) -> list[Recipe]:
     """Recipes for the tensors of blocks among `rows`. Raises UsageError E1707 for types that have no floats here, E1710
     without the gguf package."""
-    from ckpt_tool.quantised.blocks import FloatsOfBlocks, has_floats, library
+    from ckpt_tool.quantised.codecs.gguf_blocks import FloatsOfBlocks, has_floats, library
 
     coded = [row for row in rows if row.tensor.dtype.coded]
     unknown = [row.tensor for row in coded if not has_floats(row.tensor.dtype)]

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from math import sqrt
 
 from ckpt_tool.core.integers import ceil_div
-from ckpt_tool.quantised.nearest import Error
+from ckpt_tool.quantised.nearest_codes import Error
 
 GRAIN = 1 << 18  # elements
 

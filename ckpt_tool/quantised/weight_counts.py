@@ -2,7 +2,8 @@
 
     parameters: weights, not packed bytes, and no scales; bytes: those that are stored
 
-Tensors are counted by classes (`quantised.alike`), so that 92,000 of them cost 40 ms and no memory to speak of.
+Tensors are counted by classes (`quantised.module_classes`), so that 92,000 of them cost 40 ms and no memory to speak
+of.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from ckpt_tool.core.listing import RowBlock
 from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import UsageError
 from ckpt_tool.options.reading import Reading
-from ckpt_tool.quantised.alike import Alike
+from ckpt_tool.quantised.module_classes import Alike
 from ckpt_tool.sources.config import quantised_config, read_config
 from ckpt_tool.sources.opening import Opened
-from ckpt_tool.weight_schemes.scheme import found_by, quantisation
-from ckpt_tool.weight_schemes.weights import FoundWeights, TensorKind, has_integers
+from ckpt_tool.weight_schemes.declared_scheme import found_by, quantisation
+from ckpt_tool.weight_schemes.quantised_weights import FoundWeights, TensorKind, has_integers
 
 
 def summary(opened: Opened, reading: Reading, listed: Collection[str] | None) -> dict[str, Any] | None:

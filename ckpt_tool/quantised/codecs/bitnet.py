@@ -20,7 +20,7 @@ from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.quantised.codes import Floats, Rectangle, as_floats, rectangles
 from ckpt_tool.run.computed import Input, Read, Recipe
-from ckpt_tool.weight_schemes.weights import TRIT_SCALES, Quantised
+from ckpt_tool.weight_schemes.quantised_weights import TRIT_SCALES, Quantised
 
 _DIVIDED, _ = TRIT_SCALES
 

@@ -38,7 +38,7 @@ from ckpt_tool.quantised.codes import (
 )
 from ckpt_tool.run.compute import cast, looked_up, numpy_type
 from ckpt_tool.run.computed import Input, Read, Recipe
-from ckpt_tool.weight_schemes.weights import AFFINE, Quantised
+from ckpt_tool.weight_schemes.quantised_weights import AFFINE, Quantised
 
 
 @dataclass(frozen=True, eq=False)

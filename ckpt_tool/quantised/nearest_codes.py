@@ -33,7 +33,7 @@ from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.quantised.codes import FP4, Array, Floats, as_floats, list_byte_values
 from ckpt_tool.run.compute import cast, looked_up, numpy_type
-from ckpt_tool.weight_schemes.schemes import Scheme
+from ckpt_tool.weight_schemes.written_schemes import Scheme
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _F32 = DTYPES["F32"]

@@ -37,7 +37,7 @@ Scales are over the last two dims: one number, one a row ([rows] or [rows, 1]), 
 2^(byte - 127), and byte 255 is NaN. Scales of torchao's MXTensor and NVFP4Tensor may lie in tiles (`tiled`).
 Sources: transformers 5.23 (`integrations/finegrained_fp8.py`, `integrations/mxfp4.py`), compressed-tensors 0.20
 (`compressors/`), DeepSeek-V3 `inference/fp8_cast_bf16.py`, torchao 0.18 (`prototype/safetensors/`).
-Cost: some us a name. What it does not do: read a value, a file or a config (`weight_schemes.scheme`).
+Cost: some us a name. What it does not do: read a value, a file or a config (`weight_schemes.declared_scheme`).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ CONFIG_KEYS = ("quantization_config", "compression_config", "quantization")
 # what some tools write beside a config: ModelOpt, GPTQ, AWQ
 QUANTISER_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 TRITS = "four codes of two bits a byte"  # BitNet: of rows that are a quarter of all apart
-ORDERS = ("gptq", "gptq_v2", "awq")  # of a MATRIX's codes, as `scheme` finds it in the config
+ORDERS = ("gptq", "gptq_v2", "awq")  # of a MATRIX's codes, as `declared_scheme` finds it in the config
 TILED = "scales in tiles"  # an order too: what its scales are in
 TRIT_SCALES = ("divided", "multiplied")  # an order too: how the scale of TRITS is applied
 AFFINE = "affine"
@@ -211,8 +211,8 @@ def find(
     """What is quantised among `tensors`. block: (rows, cols) that the config says share a scale; bits: of packed codes;
     order: of those of matrices and of streams, where the config says that they are such; apart: of MLX, (columns that
     share a scale, bits, mode) of modules that have their own; own: of a matrix's module its bits, where these differ;
-    check: what compares the weights with their scheme (`parts.Declared.check`); trits: of BitNet's codes, one of
-    `TRIT_SCALES`, where the config says that they are such.
+    check: what compares the weights with their scheme (`weight_layouts.Declared.check`); trits: of BitNet's codes, one
+    of `TRIT_SCALES`, where the config says that they are such.
 
     >>> from ckpt_tool.core.dtype import DTYPES
     >>> found = find({"w": TensorKind(DTYPES["F8_E4M3"], (300, 256)), "w_scale_inv": TensorKind(DTYPES["F32"], (3, 2))})

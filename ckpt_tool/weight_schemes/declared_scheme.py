@@ -17,8 +17,16 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.module_patterns import NotUnderstood, first_at_the_front
-from ckpt_tool.weight_schemes.parts import STATED, UNSTATED, Declared, WantedParts
-from ckpt_tool.weight_schemes.weights import AFFINE, CONFIG_KEYS, MODES, QUANTISER_FILES, FoundWeights, TensorKind, find
+from ckpt_tool.weight_schemes.quantised_weights import (
+    AFFINE,
+    CONFIG_KEYS,
+    MODES,
+    QUANTISER_FILES,
+    FoundWeights,
+    TensorKind,
+    find,
+)
+from ckpt_tool.weight_schemes.weight_layouts import STATED, UNSTATED, Declared, WantedParts
 
 INEXACT = "E1471"  # of weights that `--repack` can't give another layout
 _NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
@@ -83,10 +91,10 @@ class ModuleRule(NamedTuple):
 class DeclaredScheme(NamedTuple):
     """scheme: in words. block: (rows, cols) that share a scale, () where it is not stated. bits: of packed codes, each
     number that the config names. known: can floats be made of it? why: why not, "" where they can. order: of codes that
-    are packed along their inputs or outputs, `weights.ORDERS`, or in a stream, `weights.MODES`. apart: of modules that
-    say it for themselves (columns that share a scale, bits, mode). rules: of GPTQModel's `dynamic`, in its order.
-    symmetric: does the config say so of all modules but these? declared: what it says of the parts of weights. trits:
-    of BitNet's codes, one of `weights.TRIT_SCALES`."""
+    are packed along their inputs or outputs, `quantised_weights.ORDERS`, or in a stream, `quantised_weights.MODES`.
+    apart: of modules that say it for themselves (columns that share a scale, bits, mode). rules: of GPTQModel's
+    `dynamic`, in its order. symmetric: does the config say so of all modules but these? declared: what it says of the
+    parts of weights. trits: of BitNet's codes, one of `quantised_weights.TRIT_SCALES`."""
 
     scheme: str
     block: tuple[int, ...] = ()
@@ -110,7 +118,7 @@ class DeclaredScheme(NamedTuple):
 
     @property
     def found_by(self) -> dict[str, Any]:
-        """What `weights.find` wants to know of it."""
+        """What `quantised_weights.find` wants to know of it."""
         own = self.bits_of if self.rules else None
         check = self.declared.check if self.known else None
         return {

@@ -16,8 +16,8 @@ taken for floats, or left behind, in silence.
     m.weight F8_E4M3 [256, 512], m.weight_scale F32 [1], weight_block_size [128, 128]
       -> WeightFault("m.weight_scale", "scales of shape [1], by the config [2, 4]", lacking=False)
 
-Sources: those of `weight_schemes.weights` and `weight_schemes.scheme`. Cost: some us a weight. What it does not do:
-read values (`floats.recipe` compares those that say a shape)."""
+Sources: those of `weight_schemes.quantised_weights` and `weight_schemes.declared_scheme`. Cost: some us a weight. What
+it does not do: read values (`floats.recipe` compares those that say a shape)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.module_patterns import NotUnderstood, first_at_the_front
-from ckpt_tool.weight_schemes.weights import (
+from ckpt_tool.weight_schemes.quantised_weights import (
     AFFINE,
     BLOCKS,
     BYTES,
@@ -72,7 +72,7 @@ class WeightLayout(NamedTuple):
     """How a scheme stores a weight."""
 
     name: str
-    codes: str  # one of `weights`' kinds
+    codes: str  # one of `quantised_weights`' kinds
     leads: frozenset[str]  # dtypes of the tensor of codes, () for any
     parts: Mapping[str, WeightPart]  # by role
     ending: str = ""  # of the name of the tensor of codes
@@ -331,7 +331,7 @@ def _misfits(weight: Quantised, layout: WeightLayout, tensors: Mapping[str, Tens
 def _zeros_fit(weight: Quantised, tensors: Mapping[str, TensorKind]) -> bool:
     """Are there as many zero points as scales, or words full of them along the rows?"""
     if weight.codes == MATRIX:
-        return True  # `weights` compares them
+        return True  # `quantised_weights` compares them
     zeros = tensors[weight.parts["zero_point"]]
     scales = tensors[weight.parts["scale"]].shape
     if zeros.shape == scales or prod(zeros.shape) == prod(scales) == 1:

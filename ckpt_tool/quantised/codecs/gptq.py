@@ -32,7 +32,7 @@ from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import InconsistentCheckpoint
 from ckpt_tool.quantised.codes import Array, Floats, Rectangle, as_floats, rectangles, unpack_codes
 from ckpt_tool.run.computed import Input, Read, Recipe
-from ckpt_tool.weight_schemes.weights import Quantised
+from ckpt_tool.weight_schemes.quantised_weights import Quantised
 
 Words = np.ndarray[Any, np.dtype[np.uint32]]
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of a word that each of its nibbles is

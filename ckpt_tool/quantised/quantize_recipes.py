@@ -1,4 +1,4 @@
-"""Recipes of quantised weights: codes and scales, computed from floats while these are read (`nearest` has the
+"""Recipes of quantised weights: codes and scales, computed from floats while these are read (`nearest_codes` has the
 arithmetic).
 
     Codes(key, ...)    F8_E4M3 (300, 256)        Scales(key, ...)   F32 (3, 2)        Numbers(key, ...)  I64 (2,)
@@ -27,8 +27,8 @@ from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.quantised.codes import Array, Floats, Rectangle, not_finite, rectangles
-from ckpt_tool.quantised.figures import GRAIN, Figures
-from ckpt_tool.quantised.nearest import (
+from ckpt_tool.quantised.error_stats import GRAIN, Figures
+from ckpt_tool.quantised.nearest_codes import (
     Bytes,
     Error,
     ValuePlace,
@@ -42,8 +42,8 @@ from ckpt_tool.quantised.nearest import (
 )
 from ckpt_tool.run.compute import cast, numpy_type
 from ckpt_tool.run.computed import ExactRecipe, Read
-from ckpt_tool.weight_schemes.schemes import Scheme
-from ckpt_tool.weight_schemes.weights import TURNED
+from ckpt_tool.weight_schemes.quantised_weights import TURNED
+from ckpt_tool.weight_schemes.written_schemes import Scheme
 
 _TILE = 1 << 18  # elements that are worked on at once
 _BAND = 8 << 20  # bytes: the values of a band are cached up to this

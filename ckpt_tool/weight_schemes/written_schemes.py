@@ -12,13 +12,13 @@
                                           X_global_scale F32, all
     fp8-channel:torchao, int8:torchao     m._w_qdata, m._w_scale F32, a row      quant_method torchao
 
-Names, codes and shapes are what `weights.find` recognises, by its own endings: what is laid out here is found there
-(`tests/core/test_schemes.py`). A scale without a dtype has that of the weights. Blocks of fp8-block may be short at the
-ends of both dims; groups of the others divide a row.
-torchao's weights are tensor subclasses, whose class and attributes stand in the header of every file (`stated_of`).
-Sources: the configs of deepseek-ai/DeepSeek-V3 and Qwen/Qwen3-8B-FP8, transformers 5.23
-(`quantizers/quantizer_finegrained_fp8.py`); compressed-tensors 0.20 (`quantization/quant_scheme.py`, its presets);
-torchao 0.18 (`quantization/quant_api.py`, `quantization/quantize_/workflows/`).
+Names, codes and shapes are what `quantised_weights.find` recognises, by its own endings: what is laid out here is found
+there (`tests/core/test_schemes.py`). A scale without a dtype has that of the weights. Blocks of fp8-block may be short
+at the ends of both dims; groups of the others divide a row. torchao's weights are tensor subclasses, whose class and
+attributes stand in the header of every file (`stated_of`). Sources: the configs of deepseek-ai/DeepSeek-V3 and
+Qwen/Qwen3-8B-FP8, transformers 5.23 (`quantizers/quantizer_finegrained_fp8.py`); compressed-tensors 0.20
+(`quantization/quant_scheme.py`, its presets); torchao 0.18 (`quantization/quant_api.py`,
+`quantization/quantize_/workflows/`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.integers import ceil_div
-from ckpt_tool.weight_schemes.weights import (
+from ckpt_tool.weight_schemes.quantised_weights import (
     BLOCKS,
     BYTES,
     CONFIG_KEYS,
@@ -52,7 +52,7 @@ class Scheme(NamedTuple):
     """How a weight is stored."""
 
     name: str
-    codes: str  # one of `weights`'
+    codes: str  # one of `quantised_weights`'
     dtype: str  # of the tensor that holds them
     bits: int
     # codes that share a scale, (rows, columns), 0 for a whole row; of TURNED codes rows are those of the turned matrix
@@ -227,7 +227,8 @@ def stated_of(scheme: Scheme, shape: Shape, floats: DType) -> str:
 
 
 def config_of(scheme: Scheme, kept: Sequence[str]) -> dict[str, Any]:
-    """What a config says of a model that is quantised so (`scheme.CONFIG_KEYS`). kept: modules that are not."""
+    """What a config says of a model that is quantised so (`declared_scheme.CONFIG_KEYS`). kept: modules that are
+    not."""
     if scheme.method == "mxfp4":
         return {CONFIG_KEYS[0]: {"modules_to_not_convert": list(kept), "quant_method": scheme.method}}
     if scheme.method == "fp8":

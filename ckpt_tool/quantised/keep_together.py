@@ -18,11 +18,11 @@ from ckpt_tool.errors import InputError, UsageError
 from ckpt_tool.formats.base import Format
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
-from ckpt_tool.quantised.summary import config_of
+from ckpt_tool.quantised.weight_counts import config_of
 from ckpt_tool.sources.chosen import Chosen, Conversion
 from ckpt_tool.sources.opening import Opened
-from ckpt_tool.weight_schemes.scheme import DeclaredScheme, found_by, quantisation
-from ckpt_tool.weight_schemes.weights import DTYPES, FoundWeights, TensorKind, Units, has_integers, units
+from ckpt_tool.weight_schemes.declared_scheme import DeclaredScheme, found_by, quantisation
+from ckpt_tool.weight_schemes.quantised_weights import DTYPES, FoundWeights, TensorKind, Units, has_integers, units
 
 
 def found_in(

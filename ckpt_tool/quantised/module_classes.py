@@ -1,9 +1,9 @@
 """Modules that are alike: 92,000 tensors of a mixture of experts are judged as a dozen.
 
-The one idea: what `weight_schemes.weights.find` says of a tensor hangs on its module alone, the part of its name before
-the last dot, since a weight and all that lies beside it have one module (bitsandbytes' `m.weight.absmax` is of m). So
-modules whose tensors have the same endings, dtypes and shapes are one class; one of each is judged, and counts as often
-as there are modules.
+The one idea: what `weight_schemes.quantised_weights.find` says of a tensor hangs on its module alone, the part of its
+name before the last dot, since a weight and all that lies beside it have one module (bitsandbytes' `m.weight.absmax` is
+of m). So modules whose tensors have the same endings, dtypes and shapes are one class; one of each is judged, and
+counts as often as there are modules.
 
     m.0.weight F8 [256, 512], m.0.weight_scale_inv F32 [2, 4]      one class, counted twice
     m.1.weight F8 [256, 512], m.1.weight_scale_inv F32 [2, 4]
@@ -22,7 +22,7 @@ from itertools import repeat
 
 from ckpt_tool.core.listing import Kind as Listed
 from ckpt_tool.core.listing import RowBlock
-from ckpt_tool.weight_schemes.weights import TensorKind
+from ckpt_tool.weight_schemes.quantised_weights import TensorKind
 
 Tail = tuple[bytes, bytes]  # (the last dot, if there is one; what stands behind it)
 Step = tuple[int, bytes, bytes, int]  # (class of a module so far, 0 before its first; the next tensor's tail and kind)

@@ -16,10 +16,10 @@ from typing import Any
 from ckpt_tool.core.tensor import MASTER, MODEL, TensorKey
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint
 from ckpt_tool.quantised.dequantize import LACKING, MISFIT, is_of_bitsandbytes, misshapen, small_numbers, stated_shapes
-from ckpt_tool.quantised.kept_whole import found_in
-from ckpt_tool.quantised.subclasses import header_faults
+from ckpt_tool.quantised.keep_together import found_in
+from ckpt_tool.quantised.torchao_headers import header_faults
 from ckpt_tool.sources.opening import Opened
-from ckpt_tool.weight_schemes.weights import TABLED, FoundWeights, TensorKind, WeightFault, has_codes
+from ckpt_tool.weight_schemes.quantised_weights import TABLED, FoundWeights, TensorKind, WeightFault, has_codes
 
 
 def faults_of(opened: Opened, config: Mapping[str, Any] | None, *, values: bool = False) -> list[CkptError]:

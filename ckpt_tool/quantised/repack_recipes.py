@@ -9,13 +9,13 @@ are read.
 Both store an integer q of n bits as itself where compressed-tensors stores value + 2^(n - 1), and take q - zero for
 value - zero: the bits are the same. So what is made here are matrices with inputs or groups as rows, which are shown
 turned (`floats.turned`): GPTQ's codes and all scales byte for byte, zero points with what GPTQ's first version takes
-off put back (`matrix.as_meant`), AWQ's words with their nibbles in order, and along the inputs.
+off put back (`gptq.as_meant`), AWQ's words with their nibbles in order, and along the inputs.
 
 What the tensors that are left out would say is looked at where the scales are read: that each input is of the group in
 which it lies (`g_idx`), and that zero points of a symmetric quantiser are the middle.
 
 Cost: 3 ns a code of AWQ, GPTQ's are moved. Memory: a few blocks.
-Sources: those of `matrix`, and compressed-tensors 0.20 `compressors/pack_quantized/`.
+Sources: those of `gptq`, and compressed-tensors 0.20 `compressors/pack_quantized/`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ import numpy as np
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError
+from ckpt_tool.quantised.codecs.gptq import AWQ_ORDER, Words, as_meant, middle
 from ckpt_tool.quantised.codes import Array, Rectangle, rectangles
-from ckpt_tool.quantised.matrix import AWQ_ORDER, Words, as_meant, middle
 from ckpt_tool.run.computed import ExactRecipe, Read
-from ckpt_tool.weight_schemes.scheme import INEXACT
+from ckpt_tool.weight_schemes.declared_scheme import INEXACT
 
 ASYMMETRIC = "E1472"
 

@@ -16,8 +16,8 @@ from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import Incomplete, UsageError
 from ckpt_tool.formats.hub_folder.subclasses import NAMES, Subclasses, block_in, present, stated_in
 from ckpt_tool.sources.chosen import Chosen, Conversion
-from ckpt_tool.weight_schemes.parts import WantedParts, unlike
-from ckpt_tool.weight_schemes.weights import FoundWeights, TensorKind, WeightFault, subclasses_in
+from ckpt_tool.weight_schemes.quantised_weights import FoundWeights, TensorKind, WeightFault, subclasses_in
+from ckpt_tool.weight_schemes.weight_layouts import WantedParts, unlike
 
 LACKING = "E1460"
 UNSTATED = "E1474"

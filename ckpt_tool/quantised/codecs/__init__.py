@@ -1,0 +1,1 @@
+"""How codes become floats, one file for each way to store them."""
