@@ -29,6 +29,7 @@ from ckpt_tool.storage.output.destination import (
     RemotePlace,
     check_apart,
     check_destination,
+    check_not_read,
     check_space,
     place_of,
 )
@@ -128,7 +129,10 @@ def _check_output(job: _Job, trees: Mapping[str, Tree]) -> ReplacedOutput:
         check_space(destination.parent, 0 if job.part else job.plan.bytes_written, len(job.plan.outputs))
     begun = isinstance(destination, RemotePlace) and job.shared and output_state(destination).of
     if force and not begun:  # else the first worker has looked, and the last may be replacing it right now
-        return check_replaced(destination)
+        replaced = check_replaced(destination)
+        if not isinstance(destination, RemotePlace):
+            check_not_read(destination, replaced.files, trees.values())
+        return replaced
     return ReplacedOutput({})
 
 

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tool.core.inner_path import STAGED, is_leaving, is_set_aside, is_staging
-from ckpt_tool.errors import wrap_os_error
+from ckpt_tool.errors import OutputExists, wrap_os_error
 from ckpt_tool.storage.descriptors import close_read
+from ckpt_tool.storage.mounts import mounts_below
 from ckpt_tool.storage.output.destination import RemotePlace, place_of, staging_path
 from ckpt_tool.storage.output.removal import erase, is_locked, was_taken
+from ckpt_tool.storage.output.replaced import entries_below
 from ckpt_tool.storage.output.set_aside import destination_of, put_back, was_set_aside
 from ckpt_tool.storage.output.staging import read_list, remove_leavings, strays, was_replaced
 
@@ -45,7 +47,7 @@ def _leaving(path: Path, *, remove: bool) -> dict[str, Any] | None:
     """What a run left at a hidden path, removed with `remove`; None for what only bears such a name.
 
     In a staging folder only what a run has listed there goes: with anything else in it the folder stays, and `kept`
-    names the others.
+    names the others. Nothing goes where something is mounted.
     """
     try:
         info = os.lstat(path)
@@ -55,11 +57,12 @@ def _leaving(path: Path, *, remove: bool) -> dict[str, Any] | None:
             return None
         if not staged and not was_taken(path):
             return None
-        kept = _kept_in(path) if staged else []
+        mounted = [os.path.relpath(point, path) for point in mounts_below(path)]
+        kept = mounted or (_kept_in(path) if staged else [])
         busy = is_folder and is_locked(path)
         nbytes = _blocks_below(path) if is_folder else info.st_size
         gone = False
-        if remove and not busy:
+        if remove and not busy and not mounted:
             gone = _remove(path, staged=staged)
     except OSError as e:
         raise wrap_os_error(e, path, "looking at what a run left") from e
@@ -79,7 +82,7 @@ def _set_aside(path: Path, *, remove: bool) -> dict[str, Any] | None:
         is_folder = path.is_dir() and not path.is_symlink()
         nbytes = _blocks_below(path) if is_folder else os.lstat(path).st_size
         listed = is_folder and _is_listed(path)
-        kept = _kept_in(path) if listed else []
+        kept = (_kept_in(path) if listed else _others_in(path)) if is_folder else []
         destination = destination_of(path)
         busy, waits = _look_at_staging(staging_path(destination))
         restored = put_back(destination) if remove and not busy else None
@@ -87,7 +90,7 @@ def _set_aside(path: Path, *, remove: bool) -> dict[str, Any] | None:
         if gone and listed:
             gone = remove_leavings(path)
         elif gone:  # whole: nothing is removed of it before the list is written
-            gone = os.path.lexists(destination)
+            gone = os.path.lexists(destination) and not kept
             if gone:
                 erase(path)
     except FileNotFoundError:  # another has put it back
@@ -96,6 +99,21 @@ def _set_aside(path: Path, *, remove: bool) -> dict[str, Any] | None:
         raise wrap_os_error(e, path, "looking at what a run left") from e
     row: dict[str, Any] = {"path": str(path), "bytes": nbytes, "locked": busy, "removed": gone}
     return row | ({"put_back": str(destination)} if restored == path else {}) | ({"kept": kept} if kept else {})
+
+
+def _others_in(folder: Path) -> list[str]:
+    """What stays of an old output that is not listed: what is mounted in it, or all of it where something is there that
+    no checkpoint or delta accounts for: it was put there since. Raises StorageError."""
+    from ckpt_tool.conversion.accounted import refuse_unaccounted
+    from ckpt_tool.deltas.folder import delta_files
+
+    mounted = [os.path.relpath(point, folder) for point in mounts_below(folder)]
+    there = [*entries_below(folder)]
+    try:
+        refuse_unaccounted(str(folder), there, not there, delta_files)
+    except OutputExists:
+        return mounted or there
+    return mounted
 
 
 def _is_listed(folder: Path) -> bool:
@@ -134,7 +152,7 @@ def _kept_in(folder: Path) -> list[str]:
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         found = strays(fd)
-        whole = was_replaced(folder) and not read_list(fd)
+        whole = bool(found) and not read_list(fd) and was_replaced(folder)
     finally:
         close_read(fd)
     return [] if whole else found

@@ -12,8 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tool.errors import OutputExists, UsageError, wrap_os_error
-from ckpt_tool.report.files import check_target
+from ckpt_tool.errors import CkptError, OutputExists, UsageError, wrap_os_error
+from ckpt_tool.report.files import check_target, place_file
 
 if TYPE_CHECKING:
     from ckpt_tool.device.build import Built
@@ -167,9 +167,13 @@ def _written(done: Built, out: str) -> str:
     try:
         shutil.copyfile(done.through, partial)
         os.chmod(partial, 0o755)
-        os.replace(partial, out)
-    except OSError as e:
+        # Building takes minutes: what is at the name is looked at once more.
+        replaces = check_target(out, "--out", _is_library, limit=_LIBRARY_LIMIT)
+        place_file(partial, out, "--out", replaces=replaces)
+    except (OSError, CkptError) as e:
         Path(partial).unlink(missing_ok=True)
+        if isinstance(e, CkptError):
+            raise
         raise wrap_os_error(e, out, "writing the library") from e
     return out
 

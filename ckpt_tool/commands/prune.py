@@ -7,7 +7,7 @@ What stays, each with its reason:
     what a pointer file names, what a link leads to, what the run itself calls its best
     what may be being written: locked, newer than the last sound one, broken and changed within the last hour, or
       written later than steps of higher numbers (the run went back)
-    what is no checkpoint, what can't be judged, what another file system is mounted in
+    what is no checkpoint, what can't be judged, what something is mounted in
     what a delta is made on (`deltas.dependents`), what is a delta, what one lies in
     what holds files that neither its checkpoints nor trainers account for (`conversion.accounted`): a person's
 
@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from ckpt_tool.conversion.accounted import find_other_files
 from ckpt_tool.core.inner_path import is_leaving
 from ckpt_tool.core.progress import Progress
-from ckpt_tool.deltas.dependents import FoundDelta, deltas_around, dependents
+from ckpt_tool.deltas.dependents import Around, FoundDelta, deltas_around, dependents
 from ckpt_tool.errors import CkptError, SourceChanged, StorageError, UsageError, wrap_os_error
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.verbs import Retention
@@ -85,6 +85,7 @@ def prune(src: str, reading: Reading, wanted: Retention, *, progress: Progress) 
     last = judge.newest()
     around = deltas_around(src, run, wanted.deltas)
     unread = {fault.path or src: fault.message for fault in around.faults}
+    _note_too_large(around, progress)
     fates = list(_fates(run, judge, reading, wanted, last, around.deltas, unread))
     if unread and not wanted.skip_unreadable:
         raise _refuse_unread(src, unread)
@@ -116,6 +117,13 @@ def prune(src: str, reading: Reading, wanted: Retention, *, progress: Progress) 
         "remove": [{**_row(run, fate, judge), "removed": fate.step.name in gone} for fate in going],
         "freed_bytes": freed(fate.held for fate in going if fate.held),
     }
+
+
+def _note_too_large(around: Around, progress: Progress) -> None:
+    for folder in around.too_large:
+        progress.note(
+            f"{folder} has too many folders to look into all of them for deltas: name with --deltas where some are kept"
+        )
 
 
 def _row(run: Run, fate: Fate, judge: Judge) -> dict[str, Any]:
@@ -246,7 +254,7 @@ def _untouchable(
     if mine is None:
         return ["it could not be read"]
     if mine.mounted:
-        return [f"another file system inside: {os.path.relpath(mine.mounted, run.path)}"]
+        return [f"a mount point: {os.path.relpath(mine.mounted, run.path)}"]
     if mine.closed:
         return [f"no permission to delete in {os.path.relpath(mine.closed, run.path)}"]
 
@@ -357,8 +365,8 @@ def _remove(run: Run, last: RunStep, going: list[Fate], progress: Progress) -> t
         path = Path(run.of(fate.step))
         held = fate.held
         try:
-            if held is not None and (not _is_there(path) or _is_unchanged(held, measure(path))):
-                hidden = retire(path, held.identity)
+            if held is not None and (not _is_there(path) or measure(path).digest == held.digest):
+                hidden = retire(path, held)
                 gone.add(fate.step.name)
                 if hidden is not None:
                     erase(hidden)
@@ -370,11 +378,6 @@ def _remove(run: Run, last: RunStep, going: list[Fate], progress: Progress) -> t
 
     progress.finish()
     return frozenset(gone), failed
-
-
-def _is_unchanged(seen: PathContents, now: PathContents) -> bool:
-    """Is a step as it was looked at? A file that was put into it since may be of any age."""
-    return (now.changed, len(now.files), len(now.links)) == (seen.changed, len(seen.files), len(seen.links))
 
 
 def _is_there(path: Path) -> bool:

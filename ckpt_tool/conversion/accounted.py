@@ -38,6 +38,7 @@ from ckpt_tool.sources.opening import Opened, open_source
 from ckpt_tool.sources.steps import POINTERS, steps_in
 from ckpt_tool.sources.trainer_files import is_pretrained_file, written_by_trainers
 from ckpt_tool.storage.descriptors import naming
+from ckpt_tool.storage.mounts import mounts_below
 from ckpt_tool.storage.opening import open_tree
 from ckpt_tool.storage.output.destination import Place, RemotePlace, refuse_link, staging_path
 from ckpt_tool.storage.output.replaced import RECORD, ReplacedOutput, Stamp, entries_below, some_of
@@ -64,8 +65,8 @@ Reader = Callable[[Tree], "Iterable[str] | None"]
 def check_replaced(destination: Place, other: Reader | None = None) -> ReplacedOutput:
     """What `--force` replaces, nothing where nothing is there. other: reads outputs of another kind.
 
-    Raises OutputExists E1603 for a link, E1604 for what is no checkpoint or holds files that are no part of it,
-    StorageError for a folder that can't be listed.
+    Raises OutputExists E1603 for a link, E1604 for what is no checkpoint or holds files that are no part of it, E3022
+    for a mount point, StorageError for a folder that can't be listed.
     """
     if isinstance(destination, RemotePlace):
         return _check_store(destination.url)
@@ -74,9 +75,25 @@ def check_replaced(destination: Place, other: Reader | None = None) -> ReplacedO
         # The run puts it back before it begins (`Staging`).
         output = comes_back(destination) if os.path.lexists(staging_path(destination)) else None
     output = output or destination
+    _refuse_mounts(output)
     there = entries_below(output)
     refuse_unaccounted(str(output), list(there), _is_nothing(there), other)
     return ReplacedOutput(there)
+
+
+def _refuse_mounts(output: Path) -> None:
+    """Raise OutputExists E3022 where the output is a mount point, or has one in it: the one can't be renamed, and the
+    files of the other are stored elsewhere, where others may need them."""
+    mounted = mounts_below(output)
+    if not mounted:
+        return
+    is_itself = mounted[0] == str(output)
+    raise OutputExists(
+        f"{mounted[0]} is a mount point, which can't be replaced",
+        code="E3022",
+        path=mounted[0],
+        hint=f"write to a new folder in it: {output / 'NAME'}" if is_itself else "unmount it, or choose another output",
+    )
 
 
 def _check_store(url: str) -> ReplacedOutput:

@@ -34,6 +34,7 @@ from ckpt_tool.storage.output.destination import (
     check_apart,
     check_beside,
     check_destination,
+    check_not_read,
     check_space,
     place_of,
     staging_path,
@@ -152,7 +153,9 @@ def check_place(destination: Place, trees: Iterable[Tree], writing: Writing) -> 
     locals_ += [tree.packed_in for tree in given if tree.packed_in is not None]
     try:
         check_destination(destination, locals_, force=writing.force or writing.dry_run or bool(writing.plan_file))
-        return _replaced(destination, writing)
+        replaced = _replaced(destination, writing)
+        check_not_read(destination, replaced.files, given)
+        return replaced
     except Exception:
         sweep_leavings(destination)
         raise

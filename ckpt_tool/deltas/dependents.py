@@ -11,12 +11,17 @@ base can't be told keeps a step too many rather than one too few. A delta that w
 it names; one below the run whose step has another name now keeps every step, and says why. Next to a run, where other
 runs have steps of the same numbers, that goes for archives (`--dedup`) in the two nearest levels alone.
 
-A base does not know its deltas, so one that is kept elsewhere is found only where it is named (`--deltas DIR`). Whoever
-makes such a delta is told so (`is_found_by_prune`). An index that can't be read as one is unknown, next to a run too:
-the run's steps stay, unless `--skip-unreadable`.
+    runs/b/9/archive/200          of another run        {"base": "../../../a/7/checkpoint-100", ...}
 
-Cost: a listing of the run, and of three levels next to it; the index of every model in several files. What it does not
-do: find deltas that nobody names and that are far from the run, or ask which step a chain could do without.
+Further up (`ABOVE` folders) some thousand folders are looked into as well: there a delta counts only if the path that
+it names leads to a step of this run, and what can't be read there is passed over. A base does not know its deltas, so
+one that is kept elsewhere is found only where it is named (`--deltas DIR`). Whoever makes such a delta is told so
+(`is_found_by_prune`). An index that can't be read as one is unknown, next to a run too: the run's steps stay, unless
+`--skip-unreadable`.
+
+Cost: a listing of the run, of three levels next to it, and of up to `MOST_ABOVE` folders further up; the index of every
+model in several files. What it does not do: find deltas that nobody names and that are far from the run, or ask which
+step a chain could do without.
 """
 
 from __future__ import annotations
@@ -24,7 +29,10 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.inner_path import is_leaving
@@ -37,6 +45,9 @@ from ckpt_tool.storage.links import is_folder, real_path
 NEAR = 3  # levels of folders next to a run that are looked into
 BY_NUMBER = 2  # levels in which a number alone counts
 MOST = 50_000  # folders next to a run that are looked into
+ABOVE = 2  # folders above the one that holds a run, below which deltas are looked for too
+LEVELS_ABOVE = 5  # levels below these: `ABOVE/group/run/archive/step`
+MOST_ABOVE = 5_000  # folders there that are looked into
 _INSIDE = 3  # folders up to which a step's checkpoint is inside the step (`iter_5/weights`)
 _LIMIT = 1 << 30  # bytes of an index
 # What only a delta's index says of itself.
@@ -62,11 +73,12 @@ class Around(NamedTuple):
 
     deltas: tuple[FoundDelta, ...]
     faults: tuple[CkptError, ...]  # what could not be read there, and why
+    too_large: tuple[str, ...] = ()  # folders next to the run in which not all was looked at
 
 
 def deltas_around(src: str, run: Run, more: Iterable[str] = ()) -> Around:
     """The deltas below the given folder, in the steps too, next to it and to the folder that holds the steps, and below
-    the folders `more`."""
+    the folders `more`; and those further up that are made on a step of the run."""
     faults: list[CkptError] = []
     try:
         top = real_path(src)
@@ -78,10 +90,12 @@ def deltas_around(src: str, run: Run, more: Iterable[str] = ()) -> Around:
     deltas = [*_deltas_below(top, visited, faults)]
     for folder in more:
         deltas += _deltas_below(real_path(folder), visited, faults)
+    too_large: list[str] = []
     for folder in dict.fromkeys((os.path.dirname(top), os.path.dirname(steps))):
         if folder != "/":
-            deltas += _deltas_near(folder, visited, faults)
-    return Around(tuple(deltas), tuple(faults))
+            deltas += _deltas_near(folder, visited, faults, too_large)
+    deltas += [delta for delta in _deltas_above(top, visited) if _is_below(delta.base, steps)]
+    return Around(tuple(deltas), tuple(faults), tuple(too_large))
 
 
 def is_found_by_prune(folder: str, base: str) -> bool:
@@ -178,9 +192,9 @@ def _deltas_below(top: str, seen: set[str], faults: list[CkptError]) -> Iterator
             faults.append(e)
 
 
-def _deltas_near(parent: str, seen: set[str], faults: list[CkptError]) -> Iterator[FoundDelta]:
+def _deltas_near(parent: str, seen: set[str], faults: list[CkptError], too_large: list[str]) -> Iterator[FoundDelta]:
     """Those up to `NEAR` levels below the folder that holds a run, on its file system. What nobody may look into there
-    is passed over: it is somebody else's."""
+    is passed over: it is somebody else's. too_large: gets the folder where there are too many to look at all."""
     waiting = [(parent, 0)]
     looked = 0
     while waiting and looked < MOST:
@@ -205,6 +219,28 @@ def _deltas_near(parent: str, seen: set[str], faults: list[CkptError]) -> Iterat
             faults.append(e)
         if level < NEAR:
             waiting += [(subfolder, level + 1) for subfolder in folders]
+    if waiting:
+        too_large.append(parent)
+
+
+def _deltas_above(top: str, seen: set[str]) -> Iterator[FoundDelta]:
+    """Those below the folders above the one that holds a run, on its file system, as far as the paths that they name
+    are there. Nothing below a step of a run is looked into, and no index of a model. seen: as `_deltas_below`."""
+    looked = 0
+    for above in [str(parent) for parent in Path(top).parents[1:-1]][:ABOVE]:
+        waiting = deque([(above, 0)])
+        while waiting and looked < MOST_ABOVE:
+            folder, level = waiting.popleft()
+            looked += 1
+            folders: list[str] = []
+            with suppress(OSError, CkptError):
+                names, folders = _entries(folder, same_device=True)
+                is_model = any(map(_OF_A_MODEL.fullmatch, names))
+                if INDEX in names and folder not in seen and not is_model:
+                    seen.add(folder)
+                    yield from (delta for delta in _delta_in(folder, names) if delta.base)
+            if level < LEVELS_ABOVE and (level == 0 or step_of(os.path.basename(folder)) is None):
+                waiting += [(subfolder, level + 1) for subfolder in folders]
 
 
 def _entries(folder: str, *, same_device: bool = False) -> tuple[set[str], list[str]]:

@@ -44,7 +44,7 @@ from ckpt_tool.sources.chosen import Chosen
 from ckpt_tool.sources.opening import open_source
 from ckpt_tool.sources.steps import step_of
 from ckpt_tool.storage.descriptors import close_written
-from ckpt_tool.storage.output.destination import check_destination, local_path, sweep_leavings
+from ckpt_tool.storage.output.destination import check_destination, check_not_read, local_path, sweep_leavings
 from ckpt_tool.storage.output.replaced import ReplacedOutput
 from ckpt_tool.storage.output.staging import Staging
 from ckpt_tool.storage.safetensors_files.safetensors_file import build_header
@@ -90,6 +90,7 @@ def make(base: str, new: str, dst: str, reading: Reading, wanted: Making, progre
         force=wanted.force or wanted.dry_run,
     )
     replaced = check_replaced(destination, delta_files) if wanted.force else ReplacedOutput({})
+    check_not_read(destination, replaced.files, (old_source.tree, fresh.tree))
     archive: Archive | None = None
     notes: list[str] = [source.resolved for source in (old_source, fresh) if source.resolved]
     dropped: Sequence[dict[str, Any]] = ()

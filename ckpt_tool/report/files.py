@@ -22,9 +22,9 @@ HEAD = 4096  # bytes by which an earlier report is known
 _PLAIN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
-def check_target(path: str, option: str, ours: Callable[[bytes], bool], *, limit: int = HEAD) -> None:
-    """Refuse a folder that is not there (exit 7), and anything at the name but an earlier document of this kind
-    (exit 5). ours: is it one, by its first `limit` bytes?"""
+def check_target(path: str, option: str, ours: Callable[[bytes], bool], *, limit: int = HEAD) -> bool:
+    """Is an earlier document of this kind at the name? Refuse a folder that is not there (exit 7), and anything else at
+    the name (exit 5). ours: is it one, by its first `limit` bytes?"""
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
         raise StorageError(
@@ -33,7 +33,7 @@ def check_target(path: str, option: str, ours: Callable[[bytes], bool], *, limit
     try:
         fd = os.open(path, _PLAIN)
     except FileNotFoundError:
-        return
+        return False
     except OSError as e:
         if e.errno == errno.ELOOP:
             raise _refuse_existing(path, option, "is a symbolic link") from e
@@ -43,8 +43,25 @@ def check_target(path: str, option: str, ours: Callable[[bytes], bool], *, limit
         raise _refuse_existing(path, option, "is no regular file")
     with open(fd, "rb") as file:
         head = file.read(limit)
-    if head and not ours(head):
+    if not ours(head):  # an empty file is somebody's too
         raise _refuse_existing(path, option, "is there and is no earlier one")
+    return True
+
+
+def place_file(temporary: str, path: str, option: str, *, replaces: bool) -> None:
+    """Give a file that was written its name. replaces: an earlier one has been seen there; else nothing may be there.
+    Raises OutputExists, OSError."""
+    if not replaces:
+        try:
+            os.link(temporary, path)  # which replaces nothing
+        except FileExistsError as e:
+            raise _refuse_existing(path, option, "appeared while this run was at work") from e
+        except OSError:  # a file system without links
+            replaces = True
+    if replaces:
+        os.replace(temporary, path)
+    else:
+        os.unlink(temporary)
 
 
 def _refuse_existing(path: str, option: str, what: str) -> OutputExists:
@@ -70,7 +87,7 @@ def check_apart(files: Mapping[str, str | None]) -> None:
 
 def save(path: str, data: bytes, option: str, ours: Callable[[bytes], bool]) -> None:
     """Write the file in one step. Raises as `check_target`, and StorageError."""
-    check_target(path, option, ours)
+    replaces = check_target(path, option, ours)
     temporary = ""
     try:
         fd, temporary = tempfile.mkstemp(prefix=".ckpt-report-", dir=os.path.dirname(os.path.abspath(path)))
@@ -79,8 +96,10 @@ def save(path: str, data: bytes, option: str, ours: Callable[[bytes], bool]) -> 
         umask = os.umask(0)
         os.umask(umask)
         os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, path)
-    except OSError as e:
+        place_file(temporary, path, option, replaces=replaces)
+    except (OSError, OutputExists) as e:
         if temporary and os.path.exists(temporary):
             os.unlink(temporary)
+        if isinstance(e, OutputExists):
+            raise
         raise wrap_os_error(e, path, "writing the report") from e

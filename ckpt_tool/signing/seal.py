@@ -32,7 +32,7 @@ from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, OutputExists, UsageError, wrap_os_error
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.plan.plan import Plan
-from ckpt_tool.report.files import check_apart, check_target
+from ckpt_tool.report.files import check_apart, check_target, place_file
 from ckpt_tool.signing import bundle
 from ckpt_tool.signing.keys import PrivateKey, private_key
 from ckpt_tool.signing.statements import SIGNATURE_FILE, provenance, signature
@@ -112,9 +112,9 @@ class Seal:
     def committed(self) -> None:
         """The output has its name: the attestation gets its own. Raises OutputExists, StorageError."""
         if self.attest is not None and not self.inside:
-            self._check_attest()
+            replaces = self._check_attest()
             try:
-                os.replace(self._waiting, self.attest)
+                place_file(str(self._waiting), self.attest, "--attest", replaces=replaces)
             except OSError as e:
                 raise wrap_os_error(e, self.attest, "naming the attestation") from e
 
@@ -123,9 +123,12 @@ class Seal:
         if self.attest is not None and not self.inside:
             _remove_waiting(self._waiting)
 
-    def _check_attest(self) -> None:
-        """Raise OutputExists for a file at the attestation's name: E1689 without `--force`, E0511 for what is no
-        attestation of ours, such as the key."""
+    def _check_attest(self) -> bool:
+        """Is an earlier attestation there, which is replaced?
+
+        Raises OutputExists for a file at the attestation's name: E1689 without `--force`, E0511 for what is no
+        attestation of ours, such as the key.
+        """
         path = str(self.attest)
         if os.path.lexists(path) and not self.writing.force:
             raise OutputExists(
@@ -134,7 +137,7 @@ class Seal:
                 path=path,
                 hint="choose another name, or --force to replace it",
             )
-        check_target(path, "--attest", is_attestation, limit=ATTESTATION_LIMIT)
+        return check_target(path, "--attest", is_attestation, limit=ATTESTATION_LIMIT)
 
     def _attestation(self, hashes: Mapping[str, str], result: Result) -> bytes:
         report = self.plan.report if self.plan else {}

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from ckpt_tool.cli import run
+from ckpt_tool.report import files
+from ckpt_tool.signing import seal
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 SOURCE = FIXTURES / "safetensors" / "llama_one_file"
@@ -22,6 +24,7 @@ KEY = b"-----BEGIN PRIVATE KEY-----\nMIGHAgEAMBMGByqGSM49\n-----END PRIVATE KEY-
 OTHERS = {
     "a key": KEY,
     "notes": b"notes",
+    "an empty file": b"",
     "another program's attestation": json.dumps(
         {"_type": "https://in-toto.io/Statement/v1", "predicateType": "https://slsa.dev/provenance/v1", "predicate": {}}
     ).encode(),
@@ -56,6 +59,25 @@ def test_another_file_stays(tmp_path: Path, capfd: Any, option: str, what: str) 
     assert run(lines(str(tmp_path / "out"), str(file), str(tmp_path / "plan.json"))[option]) == 5
     assert file.read_bytes() == OTHERS[what]
     assert os.listdir(tmp_path) == ["file"], "nothing was written"
+
+
+@pytest.mark.parametrize("option", ["--report", "--attest", "--sarif", "--junit"])
+def test_a_file_that_comes_while_the_run_is_at_work_stays(
+    tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    """In the moment between the last look and the rename."""
+    file = tmp_path / "file"
+    real = files.place_file
+
+    def come_first(*words: Any, **more: Any) -> None:
+        file.write_bytes(KEY)
+        real(*words, **more)
+
+    for module in (files, seal):
+        monkeypatch.setattr(module, "place_file", come_first)
+    assert run(lines(str(tmp_path / "out"), str(file), str(tmp_path / "plan.json"))[option]) == 5
+    assert file.read_bytes() == KEY
+    assert set(os.listdir(tmp_path)) <= {"file", "out", ".file.ckpt-partial"}  # the attestation that waits
 
 
 @pytest.mark.parametrize("where", ["a key", "nowhere", "an earlier one"])

@@ -14,6 +14,7 @@ from ckpt_tool.cli import run
 from ckpt_tool.formats import registry
 from ckpt_tool.storage import platform_calls
 from ckpt_tool.storage.output import staging
+from ckpt_tool.storage.output.replaced import entries_below
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 SOURCE = FIXTURES / "safetensors" / "llama_one_file"
@@ -237,7 +238,7 @@ def test_what_changed_into_something_else_meanwhile_is_left_alone(tmp_path: Path
 def test_a_mark_on_a_folder_makes_its_files_nobodys(tmp_path: Path, capfd: Any) -> None:
     """A run that was killed just before the exchange leaves its mark on the old output; somebody goes on using it."""
     a_home(tmp_path / "out")
-    staging._mark_replaced(tmp_path / "out")
+    staging._mark_replaced(tmp_path / "out", entries_below(tmp_path / "out"))
     before = everything(tmp_path)
     status, error = convert(tmp_path / "out", capfd)
     assert (status, error["code"]) == (5, "E1604") and everything(tmp_path) == before

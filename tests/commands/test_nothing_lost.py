@@ -18,6 +18,8 @@ from odd_folders import add_files
 
 from ckpt_tool.cli import run
 from ckpt_tool.formats import registry
+from ckpt_tool.storage import mounts
+from ckpt_tool.storage.output import removal
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 SOURCE = FIXTURES / "safetensors" / "llama_one_file"
@@ -316,3 +318,109 @@ def test_a_file_in_a_replaced_output_stays_however_often_one_cleans(
     for verb in again:
         run(["clean", str(place), "--remove", "-q"] if verb == "clean" else line)
         assert (place / ".out.ckpt-partial" / "late" / "chapter.tex").read_bytes() == b"mine", verb
+
+
+@pytest.mark.parametrize("again", ["clean", "convert"])
+@pytest.mark.parametrize("kept", ["photo.jpg", "empty/", ""])
+def test_a_file_that_comes_after_a_kill_at_the_exchange_stays(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any, again: str, kept: str
+) -> None:
+    """The old output is in our hidden folder then, marked and without a list: it goes if it is as the mark says."""
+    from ckpt_tool.storage import platform_calls
+
+    exchange = platform_calls.exchange
+
+    def exchange_and_end(old: Path, new: Path, aside: Path) -> Path:
+        exchange(old, new, aside)
+        raise KeyboardInterrupt
+
+    shutil.copytree(SOURCE, place / "out")
+    line = ["convert", str(JOB), str(place / "out"), "--to", "sharded", "--force", "-q"]
+    monkeypatch.setattr(platform_calls, "exchange", exchange_and_end)
+    run(line)
+    monkeypatch.setattr(platform_calls, "exchange", exchange)
+    staged = place / ".out.ckpt-partial"
+    if kept.endswith("/"):
+        (staged / kept).mkdir()
+    elif kept:
+        _write(staged / kept)
+    before = contents(staged)
+    status = run(["clean", str(place), "--remove", "-q"] if again == "clean" else line)
+    error = capfd.readouterr().err
+    if kept:
+        assert kept.strip("/") in contents(staged)
+        assert contents(staged).items() >= {key: before[key] for key in contents(staged)}.items()
+        assert again == "clean" or (status == 5 and "E0504" in error)
+    else:
+        assert status == 0 and not staged.exists(), error
+
+
+def test_an_old_output_that_was_set_aside_and_put_to_use_stays(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where names can't be exchanged: `clean` takes a whole one if a checkpoint accounts for all that is in it."""
+    from ckpt_tool.storage.output.set_aside import hidden_path
+
+    for kept in ("photo.jpg", ""):
+        shutil.copytree(SOURCE, place / "out")
+        hidden = hidden_path(place / "out")
+        os.rename(place / "out", hidden)
+        shutil.copytree(SOURCE, place / "out")
+        if kept:
+            _write(hidden / kept)
+        assert run(["clean", str(place), "--remove", "-q"]) == 0
+        assert hidden.exists() == bool(kept)
+        if kept:
+            assert sorted(os.listdir(hidden)) == sorted([kept, *os.listdir(SOURCE)])
+            shutil.rmtree(hidden)
+            shutil.rmtree(place / "out")
+
+
+@pytest.mark.parametrize("folder", ["itself", "inside"])
+@pytest.mark.parametrize("verb", ["convert", "delta", "apply", "clean"])
+def test_what_is_mounted_is_neither_replaced_nor_removed(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any, verb: str, folder: str
+) -> None:
+    """A disk, a container's volume, or a folder of the same file system that is bound there."""
+    plan_and_deltas(place)
+    shutil.copytree(SOURCE, place / "out")
+    out = place / "out"
+    lines = {
+        "convert": ["convert", str(JOB), str(out), "--to", "sharded", "--force"],
+        "delta": ["delta", str(SOURCE), str(SOURCE), str(out), "--force"],
+        "apply": ["apply", str(place.parent / "plan.json"), "--force"],
+        "clean": ["clean", str(place), "--remove"],
+    }
+    if verb == "clean":
+        out = removal.retire(out, removal.measure(out)) or out
+    point = out if folder == "itself" else out / "0_Pooling"
+    point.mkdir(exist_ok=True)
+    listed = place.parent / "mountinfo"
+    listed.write_text(f"2 1 8:1 /data {point} rw - ext4 /dev/x rw\n")
+    monkeypatch.setattr(mounts, "_LIST", str(listed))
+    before = contents(place)
+    assert run([*lines[verb], "-q"]) == (0 if verb == "clean" else 5)
+    assert contents(place) == before
+    assert verb == "clean" or "E3022" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["convert", "merge", "apply", "delta", "patch"])
+def test_a_file_that_a_source_has_through_a_link_is_not_replaced(place: Path, capfd: Any, verb: str) -> None:
+    """The source is a folder of links into the output: its files would be gone with the old output."""
+    plan_and_deltas(place)
+    shutil.copytree(SOURCE, place / "out")
+    links = place / "links"
+    links.mkdir()
+    for file in (place / "out").iterdir():
+        (links / file.name).symlink_to(file)
+    source, out, plan = str(links), str(place / "out"), str(place / "own.json")
+    more = ["--follow-symlinks"]
+    assert run(["convert", source, out, "--to", "sharded", "--plan", plan, *more, "-q"]) == 0
+    line = {
+        "convert": ["convert", source, out, "--to", "sharded", *more],
+        "merge": ["merge", source, out, "--remove-keys", "lm_head.weight", *more],
+        "apply": ["apply", plan],
+        "delta": ["delta", source, source, out, *more],
+        "patch": ["patch", source, str(place.parent / "delta"), out, *more],
+    }[verb]
+    before = contents(place)
+    assert run([*line, "--force", "-q"]) == 5
+    assert "E0502" in capfd.readouterr().err and contents(place) == before

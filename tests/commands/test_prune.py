@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import pytest
 
 import ckpt_tool as ckpt
 from ckpt_tool.cli import run
+from ckpt_tool.commands import prune
 from ckpt_tool.errors import StorageError, UnknownFormat, UsageError
+from ckpt_tool.storage import mounts
 from ckpt_tool.storage.output import removal
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -248,23 +251,65 @@ def test_usage(tmp_path: Path, capfd: Any) -> None:
     assert "--keep-last" in capfd.readouterr().err
 
 
-def test_a_step_that_is_replaced_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def replace_step(step: Path) -> None:
+    shutil.rmtree(step)
+    shutil.copytree(ONE, step)
+
+
+def put_a_note(step: Path) -> None:
+    (step / "notes.txt").write_text("mine")
+    age(step, 10**8)
+
+
+def put_an_older_file(step: Path) -> None:
+    """In a file's place: there are as many as before, and none is newer."""
+    (step.parent / "other").write_text("mine")
+    os.replace(step.parent / "other", step / "config.json")
+    age(step, 10**8)
+
+
+@pytest.mark.parametrize(("module", "moment"), [(prune, "retire"), (removal, "_mark_taken")])
+@pytest.mark.parametrize("meddle", [replace_step, put_a_note, put_an_older_file])
+def test_a_step_that_changes_meanwhile_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meddle: Callable[[Path], None], module: Any, moment: str
+) -> None:
+    """Before it is taken away, and in the moment between the last look and the rename."""
     steps = laid(tmp_path, (1, 2, 3))
-    real = removal.retire
+    real = getattr(module, moment)
+    seen = dict[str, bytes]()
 
-    def other_first(path: Path, identity: Any) -> Path | None:
-        if path.name == "checkpoint-1":
-            shutil.rmtree(steps[2])
-            shutil.copytree(ONE, steps[2])
-            age(steps[2], 10**8 - 3600 * 2)
-        return real(path, identity)
+    def meddle_first(path: Path, *more: Any) -> Any:
+        if path.name == "checkpoint-2":
+            meddle(path)
+            seen.update({file.name: file.read_bytes() for file in path.iterdir()})
+        return real(path, *more)
 
-    monkeypatch.setattr("ckpt_tool.commands.prune.retire", other_first)
-    monkeypatch.setattr("ckpt_tool.commands.prune.measure", lambda path: removal.measure(path)._replace(changed=0))
+    monkeypatch.setattr(module, moment, meddle_first)
     with pytest.raises(StorageError) as caught:
         ckpt.prune(tmp_path, keep_last=1)
-    assert caught.value.code == "E1674" and "replaced by another" in caught.value.message
+    assert caught.value.code == "E1674"
     assert names(tmp_path) == ["checkpoint-2", "checkpoint-3"]
+    assert {file.name: file.read_bytes() for file in steps[2].iterdir()} == seen
+
+
+@pytest.mark.parametrize("option", [{}, {"with_other_files": True}])
+def test_what_is_mounted_in_a_step_is_not_removed_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: dict[str, bool]
+) -> None:
+    """A folder of the same file system that is bound there (`mount --bind`, a container's volume) has the device of all
+    around it: the kernel's list alone tells."""
+    run_folder = tmp_path / "a run"
+    steps = laid(run_folder, (1, 2, 3))
+    (steps[1] / "eval").mkdir()
+    (steps[1] / "eval/results.csv").write_text("mine")
+    age(steps[1], 10**8 - 3600)
+    listed = tmp_path / "mountinfo"
+    point = str(steps[1] / "eval").replace(" ", "\\040")
+    listed.write_text(f"1 0 8:1 / / rw - ext4 /dev/x rw\n2 1 8:1 /data {point} rw - ext4 /dev/x rw\n")
+    monkeypatch.setattr(mounts, "_LIST", str(listed))
+    document = ckpt.prune(run_folder, keep_last=1, **option)
+    assert kept(document)["checkpoint-1"] == ["a mount point: checkpoint-1/eval"]
+    assert names(run_folder) == ["checkpoint-1", "checkpoint-3"]
 
 
 def test_when_the_last_sound_step_vanishes_nothing_more_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +330,7 @@ def test_a_step_that_can_not_be_deleted_stays(tmp_path: Path) -> None:
 
 def test_what_a_killed_prune_left_is_cleaned(tmp_path: Path, capfd: Any) -> None:
     steps = laid(tmp_path, (1, 2))
-    hidden = removal.retire(steps[1], removal.measure(steps[1]).identity)
+    hidden = removal.retire(steps[1], removal.measure(steps[1]))
     assert hidden is not None and hidden.name.startswith(".checkpoint-1.") and names(tmp_path)[1:] == ["checkpoint-2"]
     assert ckpt.latest(tmp_path)["passed_over"] == [] and ckpt.verify(tmp_path)["ok"]
     assert run(["clean", str(tmp_path), "--json"]) == 0

@@ -14,6 +14,7 @@ import pytest
 
 import ckpt_tool as ckpt
 from ckpt_tool.cli import run
+from ckpt_tool.deltas import dependents
 from ckpt_tool.errors import StorageError
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -50,6 +51,33 @@ def archive(folder: Path, place: str, base: int = 100, new: int = 200, **options
     options = {"dedup": True, **options}
     ckpt.delta(folder / f"checkpoint-{base}", folder / f"checkpoint-{new}", out, fsync=False, **options)
     return out
+
+
+@pytest.mark.parametrize("place", ["../../other/9/archive/200", "../../../exp/other/9/archive/200", "../../a/200"])
+def test_the_base_of_another_groups_archive_stays(place: str, tmp_path: Path, steps: Path) -> None:
+    """It names its base by a path that leads to this run. What can't be read up there is somebody else's."""
+    delta = archive(steps, place)
+    damaged = steps.parents[1] / "damaged" / INDEX
+    damaged.parent.mkdir()
+    damaged.write_text('{"metadata": {"delta_encoding"')
+    found = kept(ckpt.prune(steps, keep_last=1))
+    assert set(found) == {"checkpoint-100", "checkpoint-400"}
+    assert "is made on it" in found["checkpoint-100"]
+    rebuilds(steps, delta, tmp_path)
+
+
+def test_an_archive_of_another_groups_steps_keeps_none(tmp_path: Path, steps: Path) -> None:
+    shutil.copytree(steps, tmp_path / "other/run")
+    archive(tmp_path / "other/run", "../../third/archive/200")
+    assert set(kept(ckpt.prune(steps, keep_last=1))) == {"checkpoint-400"}
+
+
+def test_where_there_are_too_many_folders_to_look_into_it_is_said(
+    tmp_path: Path, steps: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dependents, "MOST", 0)
+    assert run(["prune", str(steps), "--keep-last", "1", "--dry-run"]) == 0
+    assert "too many folders" in "".join(capfd.readouterr())
 
 
 def forget_base(delta: Path) -> None:

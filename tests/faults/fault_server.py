@@ -338,6 +338,8 @@ def preload() -> None:
 
 def main() -> None:
     preload()
+    dependents = importlib.import_module("ckpt_tool.deltas.dependents")
+    dependents.MOST_ABOVE = 0  # what is above a scene is that of other tests
     gc.freeze()  # a child that collects would copy the pages of everything that was imported
     print("ready", flush=True)
     for line in sys.stdin:

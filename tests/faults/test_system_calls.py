@@ -174,6 +174,7 @@ def lay_leavings(root: Path) -> None:
     """What a killed run has staged, what another had replaced and what a killed prune had begun to delete; a person's
     files in the first two."""
     from ckpt_tool.storage.output.removal import measure, retire
+    from ckpt_tool.storage.output.replaced import entries_below
     from ckpt_tool.storage.output.staging import FILES, Staging, _mark_replaced
 
     lay_around(root)
@@ -185,11 +186,11 @@ def lay_leavings(root: Path) -> None:
         os.close(staging.create("model.safetensors", 3))
     replaced = root / ".older.ckpt-partial"
     shutil.copytree(STEP, replaced)
-    _mark_replaced(replaced)
+    _mark_replaced(replaced, entries_below(replaced))
     write(replaced / FILES, json.dumps(sorted(path.name for path in STEP.iterdir())))
     write(replaced / "photo.jpg")
     shutil.copytree(STEP, root / "checkpoint-7")
-    retire(root / "checkpoint-7", measure(root / "checkpoint-7").identity)
+    retire(root / "checkpoint-7", measure(root / "checkpoint-7"))
 
 
 SHARDED = ("--to", "sharded", "--tp", "2", "--threads", "1")

@@ -426,7 +426,7 @@ def test_a_persons_folder_of_such_a_name_was_not_taken(without: None, tmp_path: 
     """By its name alone, as there are no marks: `ckpt clean` would delete it."""
     step = tmp_path / "step-100"
     step.mkdir()
-    hidden = removal.retire(step, removal.measure(step).identity)
+    hidden = removal.retire(step, removal.measure(step))
     assert hidden is not None and hidden.is_dir() and not step.exists()
     assert removal.was_taken(hidden)
 
@@ -443,5 +443,5 @@ def test_a_persons_folder_of_such_a_name_was_not_taken(without: None, tmp_path: 
 def test_a_long_name_is_cut_and_still_known(length: int, without: None, tmp_path: Path) -> None:
     step = tmp_path / ("a" * length)
     step.mkdir()
-    hidden = removal.retire(step, removal.measure(step).identity)
+    hidden = removal.retire(step, removal.measure(step))
     assert hidden is not None and removal.was_taken(hidden)

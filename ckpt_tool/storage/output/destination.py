@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
 from ckpt_tool.core.inner_path import STAGED, STORES
 from ckpt_tool.core.urls import has_hidden_secrets
 from ckpt_tool.errors import OutputExists, StorageError, UsageError, is_absence, wrap_os_error
 from ckpt_tool.storage.opening import scheme_of, short_url
+from ckpt_tool.storage.output.replaced import Stamp
+from ckpt_tool.storage.source import Tree
 
 
 def url_fault(path: str) -> tuple[str, str] | None:
@@ -137,6 +139,37 @@ def check_destination(destination: Path, sources: Iterable[Path], *, force: bool
         raise exists(destination)
     if not os.access(parent, os.W_OK | os.X_OK):
         raise StorageError(f"no permission to write into {parent}", code="E0705", path=destination)
+
+
+def check_not_read(destination: Path, replaced: Mapping[str, Stamp], trees: Iterable[Tree]) -> None:
+    """Refuse to replace files that a source has too, through links or mounts (E0502): they would be gone there.
+
+    Two names of one file (hard links) are no fault: the source's stays.
+    """
+    if not replaced:
+        return
+    inodes = {(seen.dev, seen.ino) for seen in replaced.values()}
+    top = os.path.realpath(destination)
+    for tree in trees:
+        if not tree.local:
+            continue
+        for path in tree.listing():
+            file = tree.root / path
+            try:
+                info = os.stat(file)
+            except OSError as e:
+                if is_absence(e):
+                    continue
+                raise wrap_os_error(e, file, "looking whether the output holds it") from e
+            if (info.st_dev, info.st_ino) not in inodes:
+                continue
+            if info.st_nlink == 1 or f"{os.path.realpath(file)}/".startswith(f"{top}/"):
+                raise OutputExists(
+                    f"the output {destination} holds a file of a source: {file} leads to it",
+                    code="E0502",
+                    path=destination,
+                    hint="choose another output: sources are never changed",
+                )
 
 
 def check_apart(place: RemotePlace, sources: Iterable[str]) -> None:

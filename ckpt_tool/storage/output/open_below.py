@@ -111,36 +111,6 @@ def _fail(error: OSError) -> NoReturn:
     raise error
 
 
-def wipe(folder: int, *, keep: str | None = None) -> None:
-    """Remove all that lies in the open folder, but for the file `keep`. Links are removed, not followed."""
-    with os.scandir(folder) as entries:
-        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries if entry.name != keep]
-    for name, is_folder in found:
-        if is_folder:
-            _remove_folder(name, folder)
-        else:
-            os.unlink(name, dir_fd=folder)
-
-
-def _remove_folder(name: str, parent: int) -> None:
-    """Remove a folder of the open folder `parent` with all that is in it. Raises OSError.
-
-    `shutil.rmtree` takes `dir_fd` from Python 3.11 on alone.
-    """
-    for _, folders, files, fd in os.fwalk(name, topdown=False, onerror=_fail, dir_fd=parent):
-        for entry in files:
-            os.unlink(entry, dir_fd=fd)
-
-        for entry in folders:
-            is_link = stat.S_ISLNK(os.lstat(entry, dir_fd=fd).st_mode)
-            if is_link:
-                os.unlink(entry, dir_fd=fd)
-            else:
-                os.rmdir(entry, dir_fd=fd)
-
-    os.rmdir(name, dir_fd=parent)
-
-
 def sync_folders(folder: int) -> None:
     """fsync the open folder and all folders below it, the inner ones first. Raises OSError."""
     for _, _, _, fd in os.fwalk(".", topdown=False, onerror=_fail, dir_fd=folder):

@@ -1,11 +1,12 @@
 """Taking away what is whole, so that it is whole or gone at every moment, whenever the process is killed.
 
     step-100/  ->  .step-100.3f9c21aa.ckpt-removed/      one rename, made durable by an fsync of the folder
+                   looked at once more                    what changed until then gets its name back
                    deleted file by file                   a kill here leaves a hidden name that `ckpt clean` removes
 
 `measure` says beforehand what deleting would free and what stands in the way: files that have other names elsewhere
-(hard links) free nothing, links that lead elsewhere are named, a file system that is mounted inside is never entered.
-Nothing here follows a link. What it does not do: choose (`commands.prune`).
+(hard links) free nothing, links that lead elsewhere are named, what is mounted inside is never entered. Nothing here
+follows a link. What it does not do: choose (`commands.prune`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import hashlib
 import os
 import shutil
 import stat
@@ -22,10 +24,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpt_tool.core.inner_path import COMPONENT, REMOVED, is_removed
-from ckpt_tool.errors import SourceChanged, wrap_os_error
+from ckpt_tool.errors import CkptError, SourceChanged, wrap_os_error
 from ckpt_tool.storage import platform_calls
 from ckpt_tool.storage.descriptors import close_read
 from ckpt_tool.storage.links import real_path
+from ckpt_tool.storage.mounts import mounts_below
 from ckpt_tool.storage.output.open_below import sync_folder
 from ckpt_tool.storage.output.proven_names import extra_bytes, is_proven, proven_name
 
@@ -41,9 +44,9 @@ class PathContents(NamedTuple):
     files: tuple[tuple[Inode, int, int], ...]
     changed: float  # mtime of its newest file, seconds, 0 where there is none
     links: tuple[tuple[str, str], ...]  # symbolic links and where they lead
-    # a folder of another file system inside, closed: one that nothing may be deleted in; "" for none
-    mounted: str = ""
-    closed: str = ""
+    digest: bytes  # of the name, kind, size and time of everything below
+    mounted: str = ""  # where something is mounted in it, "" for nowhere
+    closed: str = ""  # a folder in it that nothing may be deleted in, "" for none
 
     @property
     def nbytes(self) -> int:
@@ -57,21 +60,34 @@ def measure(path: Path) -> PathContents:
         info = os.lstat(path)
         files = list[tuple[Inode, int, int]]()
         links = list[tuple[str, str]]()
+        rows = list[bytes]()
         changed = 0.0
-        mounted = ""
+        mounted = next(iter(mounts_below(path)), "")
         closed = ""
         for place, each in _below(path, info):
+            name = os.path.relpath(place, path)
             if stat.S_ISLNK(each.st_mode):
                 links.append((place, real_path(place)))
+                name = f"{name}\0{os.readlink(place)}"
             elif stat.S_ISDIR(each.st_mode):
                 mounted = mounted or (place if each.st_dev != info.st_dev else "")
                 closed = closed or ("" if _may_delete_in(place) else place)
             else:
                 files.append(((each.st_dev, each.st_ino), each.st_size, each.st_nlink))
                 changed = max(changed, each.st_mtime)
+            rows.append(_row_of(name, each))
     except OSError as e:
         raise wrap_os_error(e, path, "looking at what it holds") from e
-    return PathContents(_identity(info), tuple(files), changed, tuple(links), mounted, closed)
+    digest = hashlib.sha256(b"\0\0".join(sorted(rows))).digest()
+    return PathContents(_identity(info), tuple(files), changed, tuple(links), digest, mounted, closed)
+
+
+def _row_of(name: str, info: os.stat_result) -> bytes:
+    """What tells that something is still what it was. Inode numbers do not: some network file systems give new ones."""
+    is_folder = stat.S_ISDIR(info.st_mode)
+    size = 0 if is_folder else info.st_size
+    mtime_ns = 0 if is_folder else info.st_mtime_ns
+    return b"%s\0%d\0%d\0%d" % (os.fsencode(name), stat.S_IFMT(info.st_mode), size, mtime_ns)
 
 
 def _below(path: Path, info: os.stat_result) -> Iterator[tuple[str, os.stat_result]]:
@@ -107,30 +123,66 @@ def freed(held: Iterable[PathContents]) -> int:
     return sum(size for size, left in names.values() if left <= 0)
 
 
-def retire(path: Path, identity: Identity) -> Path | None:
+def retire(path: Path, held: PathContents) -> Path | None:
     """Take a path away in one step: the hidden name that it has now, None where it was gone. Durable when this returns.
-    Raises StorageError, and SourceChanged E0612 where another thing bears the name by now."""
+
+    It is looked at once more then: what somebody put there in the last moment is not lost with it.
+    Raises StorageError, and SourceChanged E0612 where it is not as it was `held`; it has its name then.
+    """
     try:
-        hidden = path.parent / _hidden_name(path.name, identity[1])
-        if _identity(os.lstat(path)) != identity:
-            raise SourceChanged(
-                "it was replaced by another while prune looked at the run",
-                code="E0612",
-                path=path,
-                hint="it was left alone: run again when nothing writes into the run's folder",
-            )
+        hidden = path.parent / _hidden_name(path.name, held.identity[1])
+        if _identity(os.lstat(path)) != held.identity:
+            raise _changed(path, "it was replaced by another while prune looked at the run")
         _mark_taken(path)
         os.rename(path, hidden)
+    except FileNotFoundError:
+        return None
+    except OSError as e:
+        raise wrap_os_error(e, path, "taking it away") from e
+
+    try:
+        _check_unchanged(hidden, path, held)
+    except CkptError:
+        _give_back(hidden, path)
+        raise
+
+    try:
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             sync_folder(folder)
         finally:
             close_read(folder)
-    except FileNotFoundError:
-        return None
     except OSError as e:
         raise wrap_os_error(e, path, "taking it away") from e
     return hidden
+
+
+def _check_unchanged(there: Path, path: Path, held: PathContents) -> None:
+    """Raise SourceChanged E0612 unless what was at `path` is as it was, StorageError where nobody can say."""
+    now = measure(there)
+    if now.mounted:
+        raise _changed(path, f"something was mounted in it: {now.mounted}")
+    if (now.identity[:2], now.digest) != (held.identity[:2], held.digest):
+        raise _changed(path, "it changed while prune looked at the run")
+
+
+def _changed(path: Path, what: str) -> SourceChanged:
+    return SourceChanged(
+        what,
+        code="E0612",
+        path=path,
+        hint="it was left alone: run again when nothing writes into the run's folder",
+    )
+
+
+def _give_back(hidden: Path, path: Path) -> None:
+    """Give what was taken away its name again; where another has that by now, the error names the hidden one."""
+    try:
+        platform_calls.rename_new(hidden, path)
+        with suppress(OSError):
+            platform_calls.remove_mark(path, _TAKEN)
+    except OSError as e:
+        raise wrap_os_error(e, hidden, f"giving {path.name} its name back, which changed meanwhile,") from e
 
 
 def _hidden_name(name: str, inode: int) -> str:

@@ -24,8 +24,9 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from secrets import token_hex
 
@@ -46,9 +47,15 @@ from ckpt_tool.storage.output.open_below import (
     open_own,
     sync_folder,
     sync_folders,
-    wipe,
 )
-from ckpt_tool.storage.output.replaced import NOT_EMPTY, ReplacedOutput, remove_listed, some_of
+from ckpt_tool.storage.output.replaced import (
+    NOT_EMPTY,
+    ReplacedOutput,
+    Stamp,
+    entries_below,
+    remove_listed,
+    some_of,
+)
 
 _REPLACED = "user.ckpt.replaced"
 _SOON = 50  # looks at a lock, 20 ms apart, before the one who waits says so
@@ -282,7 +289,7 @@ class Staging:
             raise self._foreign("belongs to another user")
         with naming(self.path, "looking at what an earlier run left"):
             stray = strays(self._folder_fd, self._names)
-            is_ours = not read_list(self._folder_fd) and was_replaced(self.path)
+            is_ours = bool(stray) and not read_list(self._folder_fd) and was_replaced(self.path)
         if stray and not is_ours:
             raise self._foreign(f"holds {some_of(stray)}, which no run has written")
 
@@ -521,7 +528,7 @@ class Staging:
         try:
             if self._force and self._replaces is not None and _inode(final) == self._replaces:
                 self._replaced.check(final)
-                _mark_replaced(final)
+                _mark_replaced(final, self._replaced.files)
                 return platform_calls.exchange(staged, final, set_aside.hidden_path(final))
             platform_calls.rename_new(staged, final)
             return staged
@@ -564,11 +571,21 @@ def _unlink(name: str, folder: int) -> None:
         return
 
 
-def _mark_replaced(old: Path) -> None:
-    """Say on the old output itself that it is being replaced: a kill right after the exchange leaves it under the
-    staging name, and the next run must know that it may go. Where the file system has no such marks, that run will
-    ask."""
-    mark(old, _REPLACED, "1")
+def _mark_replaced(old: Path, files: Mapping[str, Stamp]) -> None:
+    """Say on the old output itself that it is being replaced, and what was in it: a kill right after the exchange
+    leaves it under the staging name, and the next run must know what may go. Where the file system has no such marks,
+    that run will ask."""
+    mark(old, _REPLACED, _digest_of(files))
+
+
+def _digest_of(files: Mapping[str, Stamp]) -> str:
+    """Of the files of an output, but for our records. Without device numbers, which a restart may change."""
+    rows = [
+        b"%s\0%d\0%d\0%d" % (os.fsencode(path), seen.kind, seen.size, seen.mtime_ns)
+        for path, seen in files.items()
+        if not _is_record(path)
+    ]
+    return sha256(b"\0\0".join(sorted(rows))).hexdigest()
 
 
 def _unmark_replaced(path: Path) -> None:
@@ -581,9 +598,10 @@ def _unmark_replaced(path: Path) -> None:
 
 
 def was_replaced(path: Path) -> bool:
-    """Was this output marked, by a run that was killed in the act, as one that its new self replaces? Raises
-    OSError."""
-    return marked(path, _REPLACED) == "1"
+    """Was this output marked, by a run that was killed in the act, as one that its new self replaces, and is it still
+    what it was then? Raises OSError, StorageError."""
+    digest = marked(path, _REPLACED)
+    return bool(digest) and digest == _digest_of(entries_below(path))
 
 
 def strays(folder: int, names: Iterable[str] = ()) -> list[str]:
@@ -656,14 +674,16 @@ def remove_leavings(folder: Path) -> bool:
 def _remove_left(path: Path, folder: int, names: Iterable[str], *, keep: str | None = None) -> None:
     """Remove what a run has left in the staging folder at `path`, open as `folder`. Raises OSError.
 
-    One that is marked and has no list is a whole output: the run was killed between giving it this name and listing
-    it, and had found all of it accounted for the moment before.
+    One that is marked and has no list is a whole output, if it is still as the mark says: the run was killed between
+    giving it this name and listing it, and had found all of it accounted for the moment before.
     """
-    if was_replaced(path) and not read_list(folder):
-        wipe(folder, keep=keep)
-    else:
-        _unmark_replaced(path)  # first: whatever stays when the list is gone is not ours
-        _remove_own(folder, names, keep=keep)
+    if not read_list(folder) and was_replaced(path):
+        files = {inner: seen for inner, seen in entries_below(path).items() if not _is_record(inner)}
+        with suppress(OSError):  # a full disk: nobody could go on from here, but there is room again
+            _write_list(folder, files)
+        remove_listed(folder, files)
+    _unmark_replaced(path)  # first: whatever stays when the list is gone is not ours
+    _remove_own(folder, names, keep=keep)
 
 
 def _list_replaced(old: Path, files: Iterable[str]) -> None:
