@@ -26,6 +26,7 @@ from ckpt_tool.core.missing import MissingParts, collected_missing
 from ckpt_tool.errors import CkptError, UnsafeInput
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import WEIGHT_SUFFIXES, Format, ranks_of
+from ckpt_tool.formats.state_dict.unread import UNREAD, notes_of
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.sources.opening import Opened, open_source, resolve
 from ckpt_tool.sources.sound import ZIP_CONTRADICTIONS, finding, is_damage_of_bytes
@@ -35,7 +36,7 @@ from ckpt_tool.storage.source import Tree
 TRIES = 100  # damaged files that are named one by one
 ASKS_FOR_CODE = "E0420"
 # Notes that only repeat that a file was left out.
-CONSEQUENCES = frozenset({"W-total-size", "W-extra-tensors", "W-rank-file-missing", "W-side-file-gone"})
+CONSEQUENCES = frozenset({"W-total-size", "W-extra-tensors", "W-rank-file-missing", "W-side-file-gone", UNREAD})
 _PARTS = (*WEIGHT_SUFFIXES, ".distcp")
 
 
@@ -172,7 +173,7 @@ def _without_torn(opened: Opened, parts: MissingParts) -> tuple[Opened, int, tup
     unread = tuple(one for one in catalog.unread if one.fault is None)
     faults = [one.fault for one in catalog.unread if one.fault is not None]
     reasons = dict.fromkeys(fault.message for fault in faults if not is_damage_of_bytes(fault))
-    notes = tuple(note for note in catalog.notes if note.code not in CONSEQUENCES)
+    notes = (*(note for note in catalog.notes if note.code not in CONSEQUENCES), *notes_of(unread))
     unjudged = len(torn) + len(catalog.unread) - len(unread)
     files = tuple(path for path in catalog.files if path not in hidden)
     digests = {key: digest for key, digest in catalog.digests.items() if str(key) not in torn}

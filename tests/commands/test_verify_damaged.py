@@ -284,3 +284,32 @@ def test_the_tensors_that_share_a_damaged_storage_are_all_named(tmp_path: Path) 
     flip(file, file.read_bytes().index(storage.numpy().tobytes()) + 5)
     (found,) = ckpt.verify(file)["findings"]
     assert found["tensor"] == "part0, part1, part2 and 2 more"
+
+
+@pytest.mark.parametrize(
+    "name", ["step/0", "params.params.layer_0.mlp.bias/0", "params.params.layer_0.mlp.bias/.zarray"]
+)
+def test_a_damaged_chunk_or_header_of_orbax_leaves_the_rest_judged(name: str, tmp_path: Path) -> None:
+    """A chunk that is read at once (the step), one of a tensor, the header of one array."""
+    folder = tmp_path / "step"
+    shutil.copytree(FIXTURES / "orbax" / "files_zarr2", folder)
+    whole = ckpt.verify(folder)
+    file = folder / name
+    flip(file, 0)
+    document = ckpt.verify(folder)
+    (found,) = document["findings"]
+    assert found["file"] == str(file)
+    if name.endswith("bias/0"):
+        assert found["tensor"] == "layer_0.mlp.bias"
+        assert set(whole["digests"]["model"]) - set(document["digests"]["model"]) == {"layer_0.mlp.bias"}
+    assert run(["verify", str(folder)]) == 1
+
+
+def test_a_damaged_index_that_readers_can_do_without_is_a_finding(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(FIXTURES / "safetensors" / "dcp_consolidated", folder)
+    index = folder / "model.safetensors.index.json"
+    flip(index, 0)
+    document = ckpt.verify(folder)
+    assert [found["file"] for found in document["findings"]] == [str(index)]
+    assert document["digests"]["model"]

@@ -106,7 +106,7 @@ RECIPES: dict[str, dict[str, str]] = {
     # verify
     "How do I check a checkpoint before I resume from it?": {"SRC": "fsdp2"},
     "How do I check a large checkpoint in seconds?": {"SRC": "fsdp2"},
-    "How do I find the damaged file, tensor and rank?": {"SRC": "corrupt"},
+    "How do I find the damaged file, tensor and rank?": {"SRC": "damaged"},
     "How do I know that nothing changed on the way?": {"SRC": "hub"},
     "How do I compare a conversion with its source?": {"A": "megatron_tp8_pp4", "B": "hub"},
     "How do I compare with a tolerance?": {"A": "hub", "B": "another"},
@@ -176,7 +176,7 @@ SHOWN = {
     "How do I sign a checkpoint?": (r"^wrote", r"sign"),
     "How do I check a checkpoint before I resume from it?": (r"^(path|format|mode) ", r"^(sound|complete|intact)[: ]"),
     "How do I check a large checkpoint in seconds?": (r"",),
-    "How do I find the damaged file, tensor and rank?": (),
+    "How do I find the damaged file, tensor and rank?": (r"",),
     "How do I know that nothing changed on the way?": (),
     "How do I compare a conversion with its source?": (r"",),
     "How do I compare with a tolerance?": (r"",),
@@ -351,6 +351,19 @@ class Sources:
         content = bytearray(file.read_bytes())
         content[largest.header_offset + 1000] ^= 1
         file.write_bytes(content)
+        return target
+
+    @cached_property
+    def damaged(self) -> Path:
+        """What four ranks of FSDP2 saved, with a damaged byte in a value of rank 1 and in the pickle of an item of rank
+        2."""
+        target = self.folder / "damaged"
+        shutil.copytree(FIXTURES / "dcp" / "fsdp2_dp4", target)
+        for name, offset in (("__1_0.distcp", 14700), ("__2_0.distcp", 23040)):
+            file = target / name
+            content = bytearray(file.read_bytes())
+            content[offset] ^= 16
+            file.write_bytes(content)
         return target
 
     @cached_property

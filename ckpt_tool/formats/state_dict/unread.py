@@ -34,6 +34,7 @@ _WRAPPER = "torch._utils._rebuild_wrapper_subclass"
 _PARAMETER = "torch._utils._rebuild_parameter"
 _SPARSE = "torch._utils._rebuild_sparse"
 _VIEWS = frozenset(f"torch._utils._rebuild_{kind}" for kind in ("tensor", "tensor_v2", "tensor_v3", "qtensor"))
+UNREAD = "N-unread-tensors"  # the note on such tensors
 _SHOWN = 10
 
 
@@ -172,7 +173,7 @@ def notes_of(unread: Sequence[Unread]) -> list[Note]:
     noun = "value" if any(one.fault is not None and one.fault.code == pickles.CYCLE for one in unread) else "tensor"
     count = f"{len(unread)} {noun}s are" if len(unread) > 1 else f"1 {noun} is"
     text = f"{count} not read: {', '.join(shown)}; {'; '.join(list(why)[:_SHOWN])}"
-    return [Note("N-unread-tensors", text)] if unread else []
+    return [Note(UNREAD, text)] if unread else []
 
 
 def _looks(held: Opaque) -> tuple[tuple[int, ...], str]:
