@@ -15,11 +15,13 @@ import resource
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from tiers import chosen
 
 from ckpt_tool.cli import run
 
@@ -95,11 +97,11 @@ def _model(folder: Path) -> Path:
     return folder if folder.parent.name in ("families", "peft") else folder.parent
 
 
-def cases() -> Iterator[Case]:
+def cases(some: list[Path]) -> Iterator[Case]:
     """One for each (format, kind of file, field), one for each (format, kind of name), one for each kind of file name:
     a second layer of the same fields tells nothing new."""
     seen = set()
-    for folder in folders():
+    for folder in some:
         model = str(_model(folder))
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             file = path.relative_to(folder).as_posix()
@@ -239,7 +241,6 @@ def judge(case: Case, value: object, scratch: Path) -> list[str]:
     return wrong
 
 
-CASES = list(cases())
 # Counts that readers and mappings once counted out, or that a layout is made of.
 COUNTS = {
     f"{name} int"
@@ -271,14 +272,37 @@ COUNTS = {
 }
 
 
-@pytest.mark.share(27)
-@pytest.mark.parametrize("case", [case for case in CASES if case.field in COUNTS], ids=str)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The default tier has some cases of some folders, as finding those of all takes each of its workers seconds; what
+    chooses other tests has all cases, and those are slow."""
+    if "case" not in metafunc.fixturenames:
+        return
+    is_default = "not slow" in metafunc.config.option.markexpr
+    own = [case for case in cases_of(is_default) if OF_TEST[metafunc.function.__name__](case)]
+    marks = () if is_default else pytest.mark.slow
+    metafunc.parametrize("case", [pytest.param(case, id=str(case), marks=marks) for case in own])
+
+
+@cache
+def cases_of(is_default: bool) -> list[Case]:
+    every = folders()
+    named = [(f"::[{'-'.join(folder.relative_to(FIXTURES).parts)}]", folder) for folder in every]
+    return list(cases(chosen(named, 12) if is_default else every))
+
+
+OF_TEST: dict[str, Callable[[Case], bool]] = {
+    "test_a_count_of_a_thousand_million_is_not_counted_out": lambda case: case.field in COUNTS,
+    "test_a_number_in_a_name_ends_soon_and_by_the_contract": lambda case: case.what != "field",
+    "test_a_number_that_no_file_can_hold_ends_soon_and_by_the_contract": lambda case: case.what == "field",
+}
+
+
+@pytest.mark.share(4)
 def test_a_count_of_a_thousand_million_is_not_counted_out(case: Case, tmp_path: Path) -> None:
     assert not (wrong := judge(case, 10**9, tmp_path)), "\n".join(wrong)
 
 
-@pytest.mark.share(120)
-@pytest.mark.parametrize("case", [case for case in CASES if case.what != "field"], ids=str)
+@pytest.mark.share(16)
 def test_a_number_in_a_name_ends_soon_and_by_the_contract(case: Case, tmp_path: Path) -> None:
     assert not (wrong := [fault for value in VALUES[case.what] for fault in judge(case, value, tmp_path)]), "\n".join(
         wrong
@@ -286,8 +310,7 @@ def test_a_number_in_a_name_ends_soon_and_by_the_contract(case: Case, tmp_path: 
 
 
 @pytest.mark.first
-@pytest.mark.share(10800)
-@pytest.mark.parametrize("case", [case for case in CASES if case.what == "field"], ids=str)
+@pytest.mark.share(400)
 def test_a_number_that_no_file_can_hold_ends_soon_and_by_the_contract(case: Case, tmp_path: Path) -> None:
     assert not (wrong := [fault for value in VALUES[case.what] for fault in judge(case, value, tmp_path)]), "\n".join(
         wrong

@@ -69,7 +69,10 @@ def is_quick_module(path: Path) -> bool:
 @cache
 def needing_more(path: Path) -> frozenset[str]:
     """The functions of a module that need what the quick tier lacks; "" stands for the module itself."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    source = path.read_text(encoding="utf-8")
+    if not _may_need_more(source, path.stem):
+        return frozenset()
+    tree = ast.parse(source)
     functions: list[tuple[str, list[ast.AST]]] = []  # each with all nodes inside
     outside = _part(tree, functions)
     found = {name for name, inside in functions if any(map(_is_more, _imported(inside)))}
@@ -84,6 +87,26 @@ def needing_more(path: Path) -> frozenset[str]:
     while more := {name for name, used in uses.items() if name not in found and used & found}:
         found |= more
     return frozenset(found)
+
+
+_IMPORT_LINE = re.compile(
+    r"^[ \t]*(?:import[ \t]+([^\n#]+)|from[ \t]+([\w.]+)[ \t]+import\b[ \t]*(\([^)]*\)|[^\n]*))", re.MULTILINE
+)
+
+
+def _may_need_more(source: str, own: str) -> bool:
+    """Whether a text has lines that could import what the quick tier lacks. Most modules have none, and reading lines
+    takes a twentieth of the time of a syntax tree. own: the module's name; a maker of fixtures can have the name of a
+    library that it imports."""
+    if "importorskip" in source:
+        return True
+    for match in _IMPORT_LINE.finditer(source):
+        if "torch" in match[0] or "harness" in match[0]:
+            return True
+        modules = [name.split()[0].partition(".")[0] for name in (match[1] or match[2]).split(",") if name.strip()]
+        if any(module == own or (module not in _light() and _is_more(module)) for module in modules):
+            return True
+    return False
 
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

@@ -36,12 +36,13 @@ HUB_ALONE = [family.name for family in FAMILIES if "megatron" not in family.dial
 DRAWN = [family.name for family in FAMILIES if family.classes[0].architecture in REMOTE or family.classes[0].like]
 ONE_RANK = ("deepseek_v4",)  # core has it on one tensor-parallel rank alone
 OWN_SIZES = {"longcat_flash": {"qk_rope_head_dim": 64}}  # what its class turns, whatever its config says of heads
+CLASSES = frozenset(dir(transformers))  # names alone: `hasattr` imports the module of each class
 OTHER_CLASSES = [  # parts of a model with a tower are tested as that
     (family.name, each.model_type, each.architecture)
     for family in FAMILIES
     for each in family.classes[1:]
     if not each.part and not each.like and each.model_type in transformers.CONFIG_MAPPING
-    if hasattr(transformers, each.architecture)
+    if each.architecture in CLASSES
 ]
 ROUTES: list[tuple[str, str | None]] = [
     ("megatron-dist", None),
