@@ -31,12 +31,12 @@ TESTS = Path(__file__).resolve().parent
 ONE_OF = 32
 ONE_OF_A_FILE = 3
 FEW = 4  # like cases that all run by default; of more, half
-# those that train, measure, kill or compile, those that read all sources for seconds, and one whose cases take seconds
-# to find in all fixtures
+# those that train, measure, kill or compile, those that read all sources for seconds, one whose cases take seconds
+# to find in all fixtures, and one that starts a browser
 SLOW_PLACES = frozenset(
     """
-    acceptance bench compiled faults guide harness kernels packaging test_numbers.py test_plain_words.py
-    test_readable.py
+    acceptance bench compiled faults guide harness kernels packaging test_error_codes.py test_hints.py test_numbers.py
+    test_plain_words.py test_readable.py report/test_in_a_browser.py
     """.split()
 )
 
@@ -62,7 +62,8 @@ def is_quick_module(path: Path) -> bool:
     if path.is_file() and path.suffix != ".py":
         return False  # data
     read = path / "conftest.py" if path.is_dir() else path
-    fast = not SLOW_PLACES.intersection(path.relative_to(TESTS).parts[:1])
+    place = path.relative_to(TESTS)
+    fast = not SLOW_PLACES.intersection((*place.parts[:1], place.as_posix()))
     return fast and not (read.exists() and "" in needing_more(read))
 
 
