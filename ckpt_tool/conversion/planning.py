@@ -11,10 +11,8 @@ from ckpt_tool.conversion.asked import may_hold_codes
 from ckpt_tool.conversion.fitting import refuse_unsplit, single_name, wish_of
 from ckpt_tool.conversion.layout import layout_of
 from ckpt_tool.conversion.side_files import refuse_lost_modules, side_files, source_of, with_side_files
-from ckpt_tool.conversion.whole_layers import notes_on_gaps
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.layout import Layout
-from ckpt_tool.core.name_table import table_of_names
 from ckpt_tool.core.report_data import keep_for_report
 from ckpt_tool.core.target import LayoutWish, Target, Wanted, WantedTensor
 from ckpt_tool.core.tensor import MASTER
@@ -39,7 +37,10 @@ SIDE = -1  # in place of a source's number: a side file, which may be stored bes
 
 def make_plan(chosen: Chosen, destination: Place, fmt: Format, writing: Writing) -> tuple[Plan, Wanted]:
     """The plan and what it wants. Pure but for the identities of the source files, which are read here."""
-    chosen = chosen.noted(*notes_on_gaps(chosen))
+    if chosen.removed:
+        from ckpt_tool.conversion.whole_layers import notes_on_gaps
+
+        chosen = chosen.noted(*notes_on_gaps(chosen))
     first = chosen.sources[0]
     single = single_name(destination, fmt)
     refuse_lost_modules(chosen, fmt, single=single is not None)
@@ -160,7 +161,11 @@ def _report(
             row["bytes"] += move.numel * move.item_out
 
     removed = removed_rows(chosen.removed)
-    names = table_of_names(chosen.names)
+    names: list[dict[str, Any]] = []
+    if chosen.names:
+        from ckpt_tool.core.name_table import table_of_names
+
+        names = table_of_names(chosen.names)
     first = chosen.sources[0]
     given = [opened.path for opened in chosen.sources if opened.catalog.tensors]  # the others are computed of these
     known = ADVISES_MASTER if writing.state_as_model == MASTER else frozenset[str]()  # the user does it already

@@ -6,12 +6,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckpt_tool.conversion.optimizer_groups import without_removed
-from ckpt_tool.core.buffers import is_buffer
 from ckpt_tool.core.catalog import Unread
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, STEP, LogicalTensor, TensorKey
 from ckpt_tool.errors import CkptError, InconsistentCheckpoint, UsageError
-from ckpt_tool.formats.adapters.lone import PeftHints
 from ckpt_tool.formats.beside import RECIPE, RECIPE_OF_RUN, UNREAD, has_recipe, optimizer_files
 from ckpt_tool.formats.soundness import check_sound
 from ckpt_tool.formats.steps import other_steps, trainer_step
@@ -69,7 +66,7 @@ def _faults_of_adapter(opened: Opened, job: Conversion) -> Iterator[CkptError]:
     """What is wrong with the pairs of an adapter. A target that holds no adapters reports itself what it has no place
     for, but tensors without elements are missing everywhere. Raises UsageError E2931 for weights next to it that
     nothing explains."""
-    if opened.catalog.hints.get(PeftHints) is None:
+    if "peft" not in opened.catalog.hints.plain:
         return
     from ckpt_tool.formats.adapters.beside import refuse_unknown_weights
     from ckpt_tool.formats.adapters.pairs import EMPTY, find_adapter_faults
@@ -111,6 +108,10 @@ def wanted_tensors(chosen: Chosen, job: Conversion) -> Chosen:
     if extras and (not requested(EXTRAS) or unwanted(EXTRAS)):
         dropped.append(extras_left_behind(extras, AS_REQUESTED, chosen.sources))
         extras = {}
+    if removed:
+        from ckpt_tool.conversion.optimizer_groups import without_removed
+
+        extras = without_removed(extras, {key.name for key in removed} - {key.name for key in kept})
     if removed or goes:
         stays: Iterable[LogicalTensor] = [catalog.tensors[key] for key in kept if key.state not in goes]
     else:
@@ -118,7 +119,7 @@ def wanted_tensors(chosen: Chosen, job: Conversion) -> Chosen:
     return replace(
         chosen,
         stored=tuple([Stored(0, tensor) for tensor in stays]),
-        extras=without_removed(extras, {key.name for key in removed} - {key.name for key in kept}),
+        extras=extras,
         removed=tuple(catalog.tensors[key] for key in removed),
         dropped=tuple(dropped),
     )
@@ -183,6 +184,8 @@ def _refuse_other_names(state: str, taken: Collection[str], model: Collection[st
 
 def is_parameter(tensor: LogicalTensor) -> bool:
     """Is it a weight that is trained, and no buffer? Whole numbers, masks and what normalisations gather are none."""
+    from ckpt_tool.core.buffers import is_buffer
+
     return (tensor.dtype.is_float or tensor.dtype.coded) and not is_buffer(tensor.key.name)
 
 

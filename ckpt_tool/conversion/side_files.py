@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 from ckpt_tool.core.hints import Stated
 from ckpt_tool.core.target import Target, Wanted, whole_file
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats.adapters.lone import CONFIG as ADAPTER_CONFIG
 from ckpt_tool.formats.base import Format
 from ckpt_tool.formats.entry import offered
 from ckpt_tool.formats.hub_folder.model_files import CODE, NESTED, TOKENIZER, is_sidefile, tokenizer_files
@@ -59,7 +58,9 @@ def _adapter_config_of(chosen: Chosen, fmt: Format) -> tuple[str, ...]:
     keeps_names = chosen.all_hints.dialect == opened.catalog.hints.dialect
     if not opened.format.holds.adapter or fmt.holds.adapter or not keeps_names:
         return ()
-    return tuple(name for name in (ADAPTER_CONFIG,) if name in opened.tree.names())
+    from ckpt_tool.formats.adapters.lone import CONFIG
+
+    return (CONFIG,) if CONFIG in opened.tree.names() else ()
 
 
 def refuse_lost_modules(chosen: Chosen, fmt: Format, *, single: bool) -> None:
@@ -86,9 +87,9 @@ def source_of(chosen: Chosen, path: str) -> Tree:
 def with_side_files(target: Target, chosen: Chosen, fmt: Format, wanted: Wanted, writing: Writing) -> Target:
     """The target with the config that belongs to it, and what is to be reported of its side files."""
     if target.single is not None:
-        if _adapter_config_of(chosen, fmt):
+        for name in _adapter_config_of(chosen, fmt):
             target = target.noted(
-                f"{ADAPTER_CONFIG} is not written next to a single file, and nothing else states the adapter's alpha: "
+                f"{name} is not written next to a single file, and nothing else states the adapter's alpha: "
                 "a folder as the output takes it along"
             )
         _refuse_unsaid(chosen, "a single file has no config.json next to it", "name a folder as the output")

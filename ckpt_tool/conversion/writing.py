@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.conversion.carry_out import execute, refuse_in_store
 from ckpt_tool.conversion.fitting import refuse_idle
-from ckpt_tool.conversion.on_device import movers_of, with_device
 from ckpt_tool.conversion.passes import FITTING, passed
 from ckpt_tool.conversion.planning import make_plan
 from ckpt_tool.conversion.selection import refuse_code
@@ -44,6 +43,7 @@ from ckpt_tool.storage.output.replaced import ReplacedOutput
 from ckpt_tool.storage.source import Tree
 
 if TYPE_CHECKING:
+    from ckpt_tool.conversion.on_device import Moving
     from ckpt_tool.signing.seal import Seal
 
 
@@ -73,8 +73,14 @@ def write(chosen: Chosen, dst: str, job: Conversion, progress: Progress) -> dict
     replaced = check_place(destination, [opened.tree for opened in chosen.sources], writing)
     trees = {tree.shown: tree for opened in chosen.sources for tree in (opened.tree, opened.outer) if tree is not None}
     seal = seal.over(plan, trees) if seal is not None else None
-    moving = None if writing.plan_file or writing.dry_run else movers_of(writing, plan)
-    document = _with_stores(with_device(plan.report, moving), plan, chosen, destination)
+    moving: Moving | None = None
+    report = dict(plan.report)
+    if writing.device != "cpu" and not writing.plan_file and not writing.dry_run:
+        from ckpt_tool.conversion.on_device import movers_of, with_device
+
+        moving = movers_of(writing, plan)
+        report = with_device(report, moving)
+    document = _with_stores(report, plan, chosen, destination)
     document |= chosen.reported.document(done=False) if chosen.reported else {}
     document |= replaced.document()
     if writing.dry_run and isinstance(destination, RemotePlace):

@@ -26,7 +26,6 @@ from typing import NamedTuple
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats.base import Evidence, Specificity
 from ckpt_tool.formats.hub_folder.modules import module_files
-from ckpt_tool.storage.magic import HEAD, advice, what_is
 from ckpt_tool.storage.source import Tree
 
 LOOKED_AT = 40  # files
@@ -134,6 +133,8 @@ def part_of(name: str) -> str:
 def looks_like(tree: Tree, below: Sequence[str]) -> tuple[str, str]:
     """(what the tree holds, what to do with it or "") for a tree that no format claims. below: folders that one
     claims."""
+    from ckpt_tool.storage.magic import HEAD, advice, what_is
+
     names = list(tree.listing())
     if not names:
         return "the folder is empty", ""
@@ -172,6 +173,8 @@ def looks_like(tree: Tree, below: Sequence[str]) -> tuple[str, str]:
 
 def _heads(tree: Tree, names: Iterable[str]) -> Iterable[tuple[str, bytes]]:
     """The first bytes of the largest files."""
+    from ckpt_tool.storage.magic import HEAD
+
     listing = tree.listing()
     for path in sorted(names, key=lambda path: -listing[path])[:LOOKED_AT]:
         try:

@@ -25,7 +25,6 @@ from ckpt_tool.core.mesh import Mesh, divisors_near
 from ckpt_tool.core.target import WantedTensor
 from ckpt_tool.core.tensor import EMA, EXTRAS, MODEL
 from ckpt_tool.errors import UsageError
-from ckpt_tool.plan.balance import balance_stages
 from ckpt_tool.weight_schemes.quantised_weights import Units
 
 _COLUMN = re.compile(
@@ -406,6 +405,8 @@ def _split_by_bytes(names: Mapping[str, _Name], sizes: Mapping[str, int], stages
             layers[parsed.layer] += sizes[name]
         else:
             layers[0 if _FIRST.search(name) else -1] += sizes[name]
+    from ckpt_tool.plan.balance import balance_stages
+
     return balance_stages(layers, stages)
 
 

@@ -29,7 +29,6 @@ from ckpt_tool.storage.descriptors import close_read, close_written, stat_of
 from ckpt_tool.storage.output.staging import Staging
 from ckpt_tool.storage.platform_calls import copy_file_range
 from ckpt_tool.storage.source import Tree, identity_of
-from ckpt_tool.storage.stores.read_ahead import NEAR
 
 if TYPE_CHECKING:  # at run time by those who need it: a move of plain runs does without, and saves 40 ms
     import numpy as np
@@ -50,13 +49,14 @@ def view_strided(
     return np.ndarray(tuple(extents), _TYPES[item], buffer, offset, tuple(strides))
 
 
-def _reads(part: Region, item: int) -> Iterator[tuple[int, int]]:
-    """(first byte, number of bytes) of what is read for a part: all of it where its rows lie near each other."""
-    if not part.extents or part.strides[0] <= NEAR or part.extents[0] == 1:
+def _reads(part: Region, item: int, near: int) -> Iterator[tuple[int, int]]:
+    """(first byte, number of bytes) of what is read for a part: all of it where its rows are at most `near` bytes
+    apart."""
+    if not part.extents or part.strides[0] <= near or part.extents[0] == 1:
         yield part.offset, part.reach(item)
     else:
         for i in range(part.extents[0]):
-            yield from _reads(part.row(i), item)
+            yield from _reads(part.row(i), item, near)
 
 
 class Spans:
@@ -323,6 +323,8 @@ class BlockReader:
             if not far or any(map(is_transposed, move.sources)):
                 continue
 
+            from ckpt_tool.storage.stores.read_ahead import NEAR
+
             # Segment by segment, as the blocks will want it; to the end of the digest's last leaf.
             stop = min(move.numel, ceil_div(stop * move.item, LEAF) * LEAF // move.item)
             step = max(1, SEGMENT // move.item)
@@ -330,7 +332,7 @@ class BlockReader:
                 for region, tree in far:
                     _, wanted = ranges.setdefault(id(tree), (tree, []))
                     for part in clip(region, at, min(at + step, stop)):
-                        wanted.extend((self._files.path(part.file), *run) for run in _reads(part, move.item))
+                        wanted.extend((self._files.path(part.file), *run) for run in _reads(part, move.item, NEAR))
 
         for tree, wanted in ranges.values():
             tree.expect(wanted, then=then)

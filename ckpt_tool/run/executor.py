@@ -44,12 +44,8 @@ from ckpt_tool.run import replicas
 from ckpt_tool.run.blocks import BlockReader, Sources, StagedFiles, Writer
 from ckpt_tool.run.checksum import ChecksummedRange
 from ckpt_tool.run.digest import root
-from ckpt_tool.run.file_parts import in_order_of_files
 from ckpt_tool.run.finish import check_records, copy_sidefiles, fill_patches, sync_all, write_all
-from ckpt_tool.run.hashes import FileHashes
 from ckpt_tool.run.prefetch import Prefetch
-from ckpt_tool.run.shares import of_part
-from ckpt_tool.run.staged import Gaps, Line, intact
 from ckpt_tool.run.threads import Workers
 from ckpt_tool.run.transposed import PANEL
 from ckpt_tool.run.walk import ROOM, STRIDED_BLOCK, Mover, Movers, WalkBuffers, Walks, is_computed
@@ -60,6 +56,8 @@ from ckpt_tool.storage.output.staging import Staging
 from ckpt_tool.storage.source import Tree
 
 if TYPE_CHECKING:
+    from ckpt_tool.run.hashes import FileHashes
+    from ckpt_tool.run.staged import Line
     from ckpt_tool.run.upload import Upload
 
 WRITING = "writing"  # the phase in which values move
@@ -291,6 +289,9 @@ class Executor:
 
     def _hash_on_the_way(self, staging: Staging, state: RunState, mine: Sequence[tuple[int, Unit]]) -> None:
         """Take the files' hashes while the queue is moved, in the order in which that goes best."""
+        from ckpt_tool.run.file_parts import in_order_of_files
+        from ckpt_tool.run.hashes import FileHashes
+
         state.hashes = FileHashes(self.plan, staging, self.threads)
         waiting = {number for number, _ in state.queue}
         for number, unit in mine:
@@ -302,6 +303,9 @@ class Executor:
         """This part's units, numbered."""
         if self.part is None:
             return list(enumerate(self.units))
+
+        from ckpt_tool.run.shares import of_part
+
         return [(number, self.units[number]) for number in of_part([unit.nbytes for unit in self.units], self.part)]
 
     def _prepare(self, staging: Staging, *, heads: bool = True) -> None:
@@ -355,6 +359,8 @@ class Executor:
         advance: Callable[[int], None] = lambda nbytes: None,
     ) -> int:
         """Take those units off the queue that are staged as the journal says. Returns their bytes."""
+        from ckpt_tool.run.staged import intact
+
         lines = {line["unit"]: line for line in journal if type(line.get("unit")) is int}
         files = StagedFiles(staging.open, self._names)
         found = intact(
@@ -374,6 +380,8 @@ class Executor:
 
     def _clear_gaps(self, staging: Staging) -> None:
         """Zeros where nobody writes, whatever someone has left there."""
+        from ckpt_tool.run.staged import Gaps
+
         gaps = Gaps(self.plan)
         reader = BlockReader(StagedFiles(staging.open, self._names), 1, {})
         try:

@@ -9,7 +9,7 @@ whole rows. Blocks for transposed outputs gather in a panel (`run/transposed_out
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import xxhash
 
@@ -20,8 +20,10 @@ from ckpt_tool.plan.schedule import MoveRange
 from ckpt_tool.run.blocks import BlockReader, Writer
 from ckpt_tool.run.digest import LEAF, LeafStream
 from ckpt_tool.run.lanes import Bands, Runs, Transfer, bands_of, runs_of
-from ckpt_tool.run.transposed_outputs import TransposedOutputs
 from ckpt_tool.storage.source import Tree
+
+if TYPE_CHECKING:
+    pass
 
 BLOCK = 256 << 10  # bytes of a plain run: stays in L2
 STRIDED_BLOCK = 1 << 20  # bytes where a side is strided: fewer calls
@@ -217,6 +219,8 @@ class Walk:
         self._panels = panels if isinstance(self._write_lane, Runs) else None
         self._transposed_outputs = None
         if has_transposed:
+            from ckpt_tool.run.transposed_outputs import TransposedOutputs
+
             ends = (self.start, self.stop, self.until)
             self._transposed_outputs = TransposedOutputs(move, ends, self.reader.strips, self.writer, panels)
         self._fills_panel_directly = (

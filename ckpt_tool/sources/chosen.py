@@ -22,7 +22,6 @@ from ckpt_tool.core.tensor import EXTRAS, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.base import Format
-from ckpt_tool.formats.state_dict.numbers_of_model import levels_of_model, numbers_of_model
 from ckpt_tool.formats.state_dict.tree import dotted
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import VARIANTS, Writing
@@ -167,6 +166,8 @@ def extras_left_behind(extras: Mapping[str, Any], reason: str, sources: Iterable
     A plain number inside the model's own state dict may be a parameter of it (`logit_scale`): it is named itself, and
     not by the level that the model is on.
     """
+    from ckpt_tool.formats.state_dict.numbers_of_model import levels_of_model, numbers_of_model
+
     levels = levels_of_model(tensor for opened in sources for tensor in opened.catalog.tensors.values())
     names: list[str] = []
     for name, value in extras.items():

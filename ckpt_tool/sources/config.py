@@ -26,7 +26,6 @@ from ckpt_tool.formats.entry import offered
 from ckpt_tool.formats.hub_folder.model_files import NESTED, is_sidefile
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.storage.texts.strict_json import parse
 from ckpt_tool.weight_schemes.quantised_weights import CONFIG_KEYS, QUANTISER_FILES
 
 if TYPE_CHECKING:
@@ -137,6 +136,9 @@ def parsed(raw: bytes, shown: str) -> Mapping[str, Any]:
     """
     if _NO_NUMBER.search(raw):
         raw = _spell_floats(raw)
+
+    from ckpt_tool.storage.texts.strict_json import parse
+
     try:
         value = parse(raw, path=shown)
     except CorruptFile as e:

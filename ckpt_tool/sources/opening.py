@@ -13,11 +13,11 @@ Of a Hugging Face cache folder (`models--ORG--NAME`) one of the snapshots is tak
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt_tool.core.catalog import Catalog, Note, Unread
 from ckpt_tool.core.extras import names_in
@@ -26,8 +26,7 @@ from ckpt_tool.core.report_data import keep_for_report
 from ckpt_tool.core.tensor import EXTRAS, MODEL, TensorKey
 from ckpt_tool.errors import CorruptFile, Incomplete, InputError, UnknownFormat, UnsafeInput, several_steps
 from ckpt_tool.formats import checksums, registry
-from ckpt_tool.formats.adapters.lone import is_adapter, note_of
-from ckpt_tool.formats.base import Format, ReadOptions, Specificity, ranks_of
+from ckpt_tool.formats.base import Format, ReadOptions, Specificity, WalkedModel, ranks_of
 from ckpt_tool.formats.beside import RECIPE_OF_RUN, has_recipe
 from ckpt_tool.formats.copies import look_for_copies
 from ckpt_tool.formats.entry import offered
@@ -35,9 +34,7 @@ from ckpt_tool.formats.lookalikes import part_of
 from ckpt_tool.formats.run_pointer import RELEASE
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.sources.config import read_config
-from ckpt_tool.sources.in_memory import in_memory
 from ckpt_tool.sources.steps import POINTERS, pointed, run_below, runs_in, steps_in
-from ckpt_tool.storage.magic import LFS_LIMIT, is_lfs_pointer
 from ckpt_tool.storage.pickles.pickle_globals import class_of, users_own
 from ckpt_tool.storage.source import Tree, safe_relative, unchanged
 
@@ -184,8 +181,11 @@ def _opened(given: Tree, reading: Reading) -> Opened:
     if reading.require_checksums:  # of every format, also of those whose readers do not ask
         unproved = (tensor for key, tensor in catalog.tensors.items() if key not in catalog.digests)
         checksums.missing(tree, unproved, required=True)
-    if fmt.holds.single and is_adapter(catalog.tensors):
-        catalog = replace(catalog, notes=(*catalog.notes, note_of(tree)))
+    if fmt.holds.single:
+        from ckpt_tool.formats.adapters.lone import is_adapter, note_of
+
+        notes = [note_of(tree)] if is_adapter(catalog.tensors) else []
+        catalog = replace(catalog, notes=(*catalog.notes, *notes)) if notes else catalog
     pointers = _pointer_notes(tree, catalog)
     if pointers:
         catalog = replace(catalog, notes=(*catalog.notes, *pointers))
@@ -204,7 +204,11 @@ def _pointer_notes(tree: Tree, catalog: Catalog) -> list[Note]:
     """A note for each side file (tokenizer.json, tokenizer.model, config.json, ...) that is Git LFS's pointer to it. A
     conversion would copy the pointer, and the tokenizer would not load."""
     notes: list[Note] = []
-    there = tree.listing() if tree.single is None else {}
+    if not catalog.sidefiles or tree.single is not None:
+        return notes
+    from ckpt_tool.storage.magic import LFS_LIMIT, is_lfs_pointer
+
+    there = tree.listing()
     for path in catalog.sidefiles:
         if 0 < there.get(path, 0) <= LFS_LIMIT and is_lfs_pointer(tree.head(path, 64)):
             what = f"{path} is a Git LFS pointer, not the file itself: run git lfs pull, or get the file again"
@@ -221,10 +225,17 @@ def _read(fmt: Format, tree: Tree, reading: Reading) -> Catalog:
         read_config(reading.config) if reading.config else None,
         reading.from_format is not None,
         reading.lora_alpha,
-        in_memory,
+        _find_in_memory,
     )
     with gc_paused():
         return fmt.read(tree, options)
+
+
+def _find_in_memory(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> WalkedModel | None:
+    """As `sources.in_memory.in_memory`, which readers of an optimizer next to a model ask."""
+    from ckpt_tool.sources.in_memory import in_memory
+
+    return in_memory(config, shapes)
 
 
 def _refuse_code(tree: Tree, reading: Reading, fault: InputError) -> None:

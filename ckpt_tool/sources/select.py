@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 
-from ckpt_tool.core.patterns import Names, refuse_misses
 from ckpt_tool.core.tensor import EMA, EXTRAS, MASTER, MODEL, LogicalTensor, TensorKey
 from ckpt_tool.errors import UsageError, near_misses
 
@@ -67,6 +66,8 @@ def split_keys(
         return keys, []
     hits, misses, names = _matched(keys, remove, keep)
     if misses:
+        from ckpt_tool.core.patterns import refuse_misses
+
         option = "--drop" if misses[0] in remove else "--state"
         refuse_misses(misses, names, _hint_states(misses[0], keys, option))
     gone = _gone(keys, hits, model_only=model_only)
@@ -114,6 +115,8 @@ def _matched(
     keys: Iterable[TensorKey], remove: Sequence[str], keep: Sequence[str]
 ) -> tuple[Collection[str], list[str], Sequence[str]]:
     """(names that the patterns remove, patterns that match nothing, all names)."""
+    from ckpt_tool.core.patterns import Names
+
     known = Names(key.name for key in keys)
     (hits, misses), (kept, others) = known.matched(remove), known.matched(keep)
     return hits | (set(known.names) - kept if keep else set()), [*misses, *others], known.names

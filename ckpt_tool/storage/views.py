@@ -30,7 +30,6 @@ from typing import IO, TYPE_CHECKING, NamedTuple, Protocol
 
 from ckpt_tool.core.inner_path import VIEW, base_of, is_view
 from ckpt_tool.errors import CorruptFile, InternalError, wrap_os_error
-from ckpt_tool.storage.arrays.zstd_frames import WINDOW, Frame
 from ckpt_tool.storage.pickles.inline_arrays import INLINE, read_view
 
 if TYPE_CHECKING:
@@ -50,8 +49,11 @@ _FILL = re.compile(r"fill@(?P<value>(?:[0-9a-f]{2}){1,16})", re.ASCII)
 
 def memory_of(paths: Iterable[str], threads: int) -> int:
     """Bytes that reading these files and views takes beside buffers, at most, with windows as RFC 8878 has them."""
-    packed = any(compressed_of(path) is not None for path in paths)
-    return KEPT + threads * (PIECE + WINDOW) if packed else 0
+    if all(compressed_of(path) is None for path in paths):
+        return 0
+    from ckpt_tool.storage.arrays.zstd_frames import WINDOW
+
+    return KEPT + threads * (PIECE + WINDOW)
 
 
 class Compressed(NamedTuple):
@@ -269,6 +271,9 @@ class Views:
 
         if frame.codec == "gzip":
             return _Gzip(read, frame.nbytes, fault)
+
+        from ckpt_tool.storage.arrays.zstd_frames import Frame
+
         found = Frame(read, frame.nbytes, fault, window=LARGEST_WINDOW)
         if found.size not in (None, frame.size):
             raise fault(f"it holds {found.size} bytes, want {frame.size}")

@@ -40,13 +40,12 @@ from ckpt_tool.formats.dcp_container.dcp_pieces import DcpItem, DcpPiece
 from ckpt_tool.storage.pickles import pickle_reader as pickles
 from ckpt_tool.storage.pickles.coded_states import CODES, coded
 from ckpt_tool.storage.pickles.pickle_values import Pickled, TensorRef
-from ckpt_tool.storage.safetensors_files.safetensors_file import SafetensorsHeader, looks_like_header, read_header
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.storage.texts import strict_json
 from ckpt_tool.storage.torch_files.torchzip import TorchZip, ZipRecord
 
 if TYPE_CHECKING:
     from ckpt_tool.compiled.twins import Compare, TwinKind
+    from ckpt_tool.storage.safetensors_files.safetensors_file import SafetensorsHeader
 
 MISMATCH = "E0394"
 CRC_DIFFERS = "E0347"
@@ -349,11 +348,16 @@ class DcpItems:
     def in_safetensors(self, file: str) -> bool:
         """Is the file one safetensors file?"""
         if file not in self._headers:
-            head = self.tree.head(file, 9)
-            self._headers[file] = self._header(file) if looks_like_header(head, self.tree.size(file)) else None
+            has_json = self.tree.head(file, 9)[8:] == b"{"  # behind the length of a safetensors header
+            self._headers[file] = self._header(file) if has_json else None
         return self._headers[file] is not None
 
-    def _header(self, file: str) -> tuple[SafetensorsHeader, dict[str, int], dict[str, list[int]]]:
+    def _header(self, file: str) -> tuple[SafetensorsHeader, dict[str, int], dict[str, list[int]]] | None:
+        from ckpt_tool.storage.safetensors_files.safetensors_file import looks_like_header, read_header
+        from ckpt_tool.storage.texts import strict_json
+
+        if not looks_like_header(self.tree.head(file, 9), self.tree.size(file)):
+            return None
         header = read_header(self.tree, file)
         offsets: dict[str, list[int]] = {}
         text = (header.metadata or {}).get(SHARDING_INFO)

@@ -23,7 +23,6 @@ from ckpt_tool.core.tensor import ChunkColumns, LogicalTensor, Path, StoredArray
 from ckpt_tool.errors import InputError
 from ckpt_tool.formats.dcp_container.dcp_items import DATA, DcpItems, ReadObject
 from ckpt_tool.formats.dcp_container.dcp_metadata import DcpListing, DcpTensorEntry
-from ckpt_tool.formats.state_dict.coded import coded_note, joined
 from ckpt_tool.formats.state_dict.tree import SLOT, dotted, part, part_path
 from ckpt_tool.formats.state_dict.unread import Hidden, hidden_in
 from ckpt_tool.storage.pickles.pickle_values import WrapperRef
@@ -75,6 +74,8 @@ class State:
     def _coded(self, fqn: str, entry: DcpTensorEntry) -> None:
         """A state that is kept as codes: its parts, where its pieces make a whole."""
         boxes = [Box(piece.offset, piece.shape) for piece in entry.pieces]
+        from ckpt_tool.formats.state_dict.coded import joined
+
         parts = [self.items.coded[fqn].get(number, {}) for number in range(len(boxes))]
         try:
             made = joined(list(zip(boxes, parts, strict=True)), entry.shape, fqn)
@@ -131,6 +132,8 @@ class State:
     def notes(self) -> Iterator[Note]:
         """Tensors that are kept as codes, files that belong to nothing, objects of several ranks."""
         if self.coded:
+            from ckpt_tool.formats.state_dict.coded import coded_note
+
             yield coded_note(self.coded)
         used = set(self.files)
         folders = [listing.folder for listing in self.listings]

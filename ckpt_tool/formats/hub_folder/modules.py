@@ -17,7 +17,6 @@ from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.inner_path import unfit
 from ckpt_tool.errors import CkptError, StorageError
 from ckpt_tool.storage.source import Tree
-from ckpt_tool.storage.texts import strict_json
 
 MODULES = "modules.json"
 _LIMIT = 1 << 20  # bytes
@@ -54,6 +53,8 @@ def modules_note(tree: Tree) -> tuple[Note, ...]:
 
 def _paths(tree: Tree) -> list[str]:
     """Where the modules lie, as far as the list is one."""
+    from ckpt_tool.storage.texts import strict_json
+
     try:
         listed = strict_json.parse(tree.read_whole(MODULES, limit=_LIMIT), path=tree.display(MODULES))
     except StorageError:

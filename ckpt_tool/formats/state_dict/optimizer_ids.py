@@ -19,8 +19,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ckpt_tool.core.buffers import is_buffer
-from ckpt_tool.formats.state_dict.coded import shape_of_codes
 from ckpt_tool.formats.state_dict.words import SAME_SHAPE
 from ckpt_tool.storage.pickles.coded_states import CODES, QMAP
 
@@ -93,12 +91,16 @@ def shape_of(states: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
         if name in states:
             return states[name]
         if f"{name}@{CODES}" in states:
+            from ckpt_tool.formats.state_dict.coded import shape_of_codes
+
             return shape_of_codes(states[f"{name}@{CODES}"], states.get(f"{name}@{QMAP}"))
     shapes = {shape for name, shape in states.items() if name != "step" and shape}
     return shapes.pop() if len(shapes) == 1 else None
 
 
 def _candidates(model: Sequence[Candidate]) -> list[Candidate]:
+    from ckpt_tool.core.buffers import is_buffer
+
     seen = set()
     out = []
     for item in model:

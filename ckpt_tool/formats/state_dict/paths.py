@@ -63,7 +63,6 @@ from ckpt_tool.formats.state_dict.averages import (
     state_of_refused,
 )
 from ckpt_tool.formats.state_dict.in_parts import find_parameter, refuse_parts
-from ckpt_tool.formats.state_dict.one_name import loses_one, refuse_one_name
 from ckpt_tool.formats.state_dict.optimizer_ids import Candidate, align
 from ckpt_tool.formats.state_dict.roots import Roots
 from ckpt_tool.formats.state_dict.tree import dotted
@@ -509,6 +508,8 @@ class _Naming:
         for number, (leaf, key) in enumerate(zip(self.leaves, self.keys, strict=True)):
             given = key or TensorKey(dotted(leaf.path), EXTRAS)
             if given in seen:
+                from ckpt_tool.formats.state_dict.one_name import loses_one, refuse_one_name
+
                 other = self.leaves[seen[given]]
                 is_same_tensor = leaf.same is not None and leaf.same == other.same
                 if not is_same_tensor and loses_one(given, other.path, leaf.path):
@@ -537,6 +538,8 @@ class _Naming:
         other = places.setdefault(dotted(self.leaves[number].path), number)
         weights = [leaf for leaf in (other, number) if keys[leaf].state == MODEL]
         if other != number and weights and weights[0] not in self.faults:
+            from ckpt_tool.formats.state_dict.one_name import refuse_one_name
+
             paths = self.leaves[other].path, self.leaves[number].path
             self._refuse(weights[0], refuse_one_name(keys[weights[0]], *paths))
 

@@ -35,7 +35,7 @@ from ckpt_tool.core.progress import aside
 from ckpt_tool.errors import OutputExists, SourceChanged, StorageError, wrap_os_error
 from ckpt_tool.storage import platform_calls
 from ckpt_tool.storage.descriptors import close_read, close_written, naming, stat_of
-from ckpt_tool.storage.output import journal, set_aside
+from ckpt_tool.storage.output import journal
 from ckpt_tool.storage.output.claims import Claims
 from ckpt_tool.storage.output.claims import remove as remove_claims
 from ckpt_tool.storage.output.destination import exists, refuse_link, staging_path
@@ -311,6 +311,8 @@ class Staging:
     def _put_back(self) -> bool:
         """Where a run was killed between two renames, on a file system that exchanges no names, the old output gets
         its name back. Did it?"""
+        from ckpt_tool.storage.output import set_aside
+
         with naming(self.destination, "giving the old output its name back"):
             return set_aside.put_back(self.destination) is not None
 
@@ -527,9 +529,11 @@ class Staging:
         """Give what is staged its name. Where the old output lies then, if there was one."""
         try:
             if self._force and self._replaces is not None and _inode(final) == self._replaces:
+                from ckpt_tool.storage.output.set_aside import hidden_path
+
                 self._replaced.check(final)
                 _mark_replaced(final, self._replaced.files)
-                return platform_calls.exchange(staged, final, set_aside.hidden_path(final))
+                return platform_calls.exchange(staged, final, hidden_path(final))
             platform_calls.rename_new(staged, final)
             return staged
         except FileExistsError as e:

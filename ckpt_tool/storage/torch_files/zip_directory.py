@@ -27,7 +27,6 @@ import struct
 from typing import NamedTuple
 
 from ckpt_tool.errors import CkptError, CorruptFile, UnsafeInput
-from ckpt_tool.storage.magic import advice, what_is
 from ckpt_tool.storage.pickles.pickle_reader import shown
 from ckpt_tool.storage.source import Tree
 
@@ -222,6 +221,9 @@ def _other(head: bytes) -> tuple[str, str] | None:
         return None
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 27:
         return "a safetensors file", "give it the ending .safetensors"
+
+    from ckpt_tool.storage.magic import advice, what_is
+
     name = what_is(head)
     return (name, advice(head) or "") if name else None
 

@@ -10,21 +10,28 @@ if TYPE_CHECKING:
     from ckpt_tool.sources.chosen import Chosen, Conversion
     from ckpt_tool.storage.source import Tree
 
+_DIST_FILES = ("metadata.json", "common.pt")  # one of which each torch_dist has
+_HEAD = 48 << 10  # bytes of `.metadata` in which keys are looked for
+_FSDP_WORDS = (b".module.", b".param_to_group_meta.")  # one of which is in the keys of each Megatron-FSDP
+
 
 def _may_be_megatron(tree: Tree) -> bool:
     return tree.single is None and any("mp_rank_" in path for path in tree.listing())
 
 
 def _may_be_megatron_dist(tree: Tree) -> bool:
-    if tree.single is not None:
-        return False
-    return "metadata.json" in tree.names() or any(
-        ".metadata" in path or path.endswith(".distcp") for path in tree.listing()
-    )
+    return tree.single is None and any(path.endswith(_DIST_FILES) for path in tree.listing())
 
 
 def _may_be_megatron_fsdp(tree: Tree) -> bool:
-    return tree.single is None and any(path.endswith(".metadata") for path in tree.listing())
+    """A DCP says whose it is in the keys at the beginning of `.metadata`."""
+    if tree.single is not None:
+        return False
+    from ckpt_tool.formats.run_pointer import POINTER
+
+    if tree.exists(POINTER):
+        return any(path.endswith(".metadata") for path in tree.listing())
+    return tree.exists(".metadata") and any(word in tree.head(".metadata", _HEAD) for word in _FSDP_WORDS)
 
 
 def _has_layer_pattern(chosen: Chosen, job: Conversion) -> bool:

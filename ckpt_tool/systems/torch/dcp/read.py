@@ -19,7 +19,6 @@ from ckpt_tool.formats.dcp_container.dcp_state import State
 from ckpt_tool.formats.hub_folder import model_files as hf_files
 from ckpt_tool.formats.state_dict.paths import Leaf, name_leaves
 from ckpt_tool.formats.state_dict.unread import notes_of, set_apart
-from ckpt_tool.storage.pickles.survey import unsafe_names
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.systems.torch.dcp import folders as dcp_folders
 from ckpt_tool.systems.torch.dcp.folders import DcpSave, Folders
@@ -112,8 +111,11 @@ class _DcpReading:
     def _marker(self) -> tuple[str, ...]:
         """Lightning's file beside the DCP, without which Lightning does not take the folder for a sharded checkpoint;
         none where its pickle names code, for that is nothing to pass on."""
-        there = self.tree.single is None and self.tree.exists(dcp_folders.MARKER)
-        return (dcp_folders.MARKER,) if there and not unsafe_names(self.tree, (dcp_folders.MARKER,)) else ()
+        if self.tree.single is not None or not self.tree.exists(dcp_folders.MARKER):
+            return ()
+        from ckpt_tool.storage.pickles.survey import unsafe_names
+
+        return () if unsafe_names(self.tree, (dcp_folders.MARKER,)) else (dcp_folders.MARKER,)
 
     def _beside(self) -> Iterable[Note]:
         """What a trainer keeps beside its saves: pickles, at the root and in folders of their own (`train/rank0.pt`,
