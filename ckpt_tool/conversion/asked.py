@@ -110,8 +110,9 @@ def may_be_adapter(chosen: Chosen, job: Conversion) -> bool:
 
 
 def changes_names(chosen: Chosen, job: Conversion) -> bool:
-    """A dialect of the target's, or options that say how names change."""
-    return job.dialect != "keep" or bool(job.writing.experts or job.writing.aoa or job.reading.family)
+    """A dialect of the target's, options that say how names change, or names of a tool that are kept."""
+    asked = job.writing.experts or job.writing.aoa or job.reading.family
+    return job.dialect != "keep" or bool(asked) or "saved_by" in chosen.all_hints.plain
 
 
 # -- as the format keeps them ------------------------------------------------------------------------------------------

@@ -75,8 +75,8 @@ def named(chosen: Chosen, job: Conversion) -> Chosen:
 
     if target == "keep":
         if reading.family and writing.dialect is None:
-            return chosen.noted(f"--family: {job.fmt.name} keeps names; --dialect NAME changes them")
-        return chosen
+            chosen = chosen.noted(f"--family: {job.fmt.name} keeps names; --dialect NAME changes them")
+        return _note_names_of_tool(chosen, job)
 
     if target in SYSTEMS and holds_adapter(chosen):  # named by a pass of its own
         refuse_experts(writing, "an adapter has its experts as the library that trained it has them")
@@ -98,6 +98,30 @@ def named(chosen: Chosen, job: Conversion) -> Chosen:
             return chosen
 
     return _by_family(chosen, job, source)
+
+
+def _note_names_of_tool(chosen: Chosen, job: Conversion) -> Chosen:
+    """`chosen`, with a note where the names of a tool (MLX) are kept in a format that can't say whose they are."""
+    of_tool = names_of_source(chosen) if chosen.all_hints.get(SavedBy) is not None else None
+    if of_tool is None or job.fmt.holds.dialect == HUB:
+        return chosen
+
+    from ckpt_tool.families.table import one_of_each
+    from ckpt_tool.plan.mapping import parameter_shapes
+
+    shapes = parameter_shapes(chosen.stored)
+    alike = {name: shapes[name] for name in one_of_each(shapes)}
+    try:
+        found = of_tool.find_family(alike, config_of(chosen.sources[0], job.reading).config, job.reading.family)
+    except (UsageError, InputError):
+        found = None
+    if found is not None and found.dialect == HUB:
+        return chosen
+    tool = of_tool.dialect.upper()
+    return chosen.noted(
+        f"names and values stay as {tool} has them, and {job.fmt.name} has no place that says so: what is converted "
+        "from it later may be taken for the hub's"
+    )
 
 
 def holds_adapter(chosen: Chosen) -> bool:

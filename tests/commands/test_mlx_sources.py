@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import ckpt_tool as ckpt
@@ -77,6 +78,45 @@ def test_each_sign_of_mlx_is_one(sign: str, tmp_path: Path) -> None:
     with pytest.raises(CkptError) as caught:
         ckpt.convert(str(model), str(tmp_path / "out"), to="safetensors")
     assert caught.value.code == "E2911"
+
+
+def test_names_that_mlx_gave_are_known_as_such_after_a_copy(tmp_path: Path) -> None:
+    """A folder with MLX's names and values that said of itself to be torch's would be another model to every reader."""
+    model = source(tmp_path / "in", "falcon_h1")
+    ckpt.convert(model, str(tmp_path / "kept"), to="safetensors", dialect="keep")
+    ckpt.merge([str(tmp_path / "kept")], str(tmp_path / "less"), remove_keys=["lm_head.*"])
+    for copy in ("kept", "less"):
+        with safe_open(tmp_path / copy / "model.safetensors", "np") as file:
+            assert file.metadata()["format"] == "mlx"
+        with pytest.raises(InputError, match="multipliers") as caught:
+            ckpt.convert(str(tmp_path / copy), str(tmp_path / "out"), to="safetensors", dialect="hf")
+        assert caught.value.code == "E2911"
+
+    ckpt.convert(source(tmp_path / "llama", "llama"), str(tmp_path / "hub"), to="safetensors")
+    with safe_open(tmp_path / "hub/model.safetensors", "np") as file:  # names and values are the hub's
+        assert file.metadata()["format"] == "pt"
+
+
+def test_a_format_that_can_t_say_whose_the_names_are_has_a_note(tmp_path: Path) -> None:
+    for target in ("dcp", "torch"):
+        model = source(tmp_path / f"{target}_in", "falcon_h1")
+        report = ckpt.convert(model, str(tmp_path / target), to=target)
+        assert any("as MLX has them" in note for note in report["notes"])
+        hub = source(tmp_path / f"{target}_hub", "llama")
+        report = ckpt.convert(hub, str(tmp_path / f"{target}_llama"), to=target)
+        assert not any("as MLX has them" in note for note in report["notes"])
+
+
+def test_a_turned_kernel_shows_mlx_where_nothing_else_does(tmp_path: Path) -> None:
+    for name, shape in (("mamba.conv1d.weight", (8, 4, 1)), ("conv.conv.weight", (8, 3, 1))):
+        folder = tmp_path / name
+        folder.mkdir()
+        save_file({f"model.layers.0.{name}": np.ones(shape, np.float32)}, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps({"model_type": "falcon_h1"}))
+        ckpt.convert(str(folder), str(folder) + ".dcp", to="dcp")
+        with pytest.raises(InputError) as caught:
+            ckpt.convert(str(folder) + ".dcp", str(folder) + ".hub", to="safetensors")
+        assert caught.value.code == "E2911"
 
 
 def test_a_model_of_nobody_is_refused_too(tmp_path: Path) -> None:

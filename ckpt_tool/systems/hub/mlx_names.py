@@ -22,6 +22,13 @@ AS_ON_THE_HUB = frozenset(
 )
 # What only MLX's names have: experts of a layer in one tensor, the halves of kv_b
 WORDS = (".switch_mlp.", ".embed_q.", ".unembed_out.")
+# Kernels of convolutions over one channel each, which the hub stores (channels, 1, width), MLX (channels, width, 1)
+KERNELS = ("conv1d.weight", ".conv.conv.weight")
+# Why no rules can exist: type of model -> what mlx-lm does to its values
+NOT_UNDONE = {
+    "falcon_h1": "mlx-lm multiplies the model's multipliers into its weights and rounds them, and no conversion can undo"
+    " that bit for bit",
+}
 EXPERTS = """
     model.layers.{i}.mlp.switch_mlp.<gate|up|down>_proj.weight : e m h, e m h, e h m
         = model.layers.{i}.mlp.experts.{e}.<gate|up|down>_proj.weight : m h, m h, h m

@@ -5,7 +5,9 @@ convolutions turned, norms to which one is added, multipliers multiplied in. Nam
 that says it is MLX's is read by rules of MLX (a dialect `mlx`), or as the hub's where mlx-lm is known to change
 nothing, and is refused otherwise: taken for the hub's it would be another model, and no error would say so.
 
-What says so: `format: mlx` in the files' metadata, `quantization` in config.json (MLX's word), names that only MLX has.
+What says so: `format: mlx` in the files' metadata, `quantization` in config.json (MLX's word), names that only MLX has,
+kernels of convolutions of a shape that only MLX gives them. The last two are left where a model came through a format
+that has no place for the first.
 """
 
 from __future__ import annotations
@@ -58,8 +60,15 @@ def is_from_mlx(chosen: Chosen) -> bool:
         return True
     if any(word in name for name in chosen.model for word in mlx.WORDS):
         return True
+    if any(_is_turned_kernel(name, row.tensor.shape) for name, row in chosen.model.items()):
+        return True
     stated: Any = _config_beside(chosen).get(_SECTION)
     return isinstance(stated, Mapping) and {"group_size", "bits"} <= stated.keys()
+
+
+def _is_turned_kernel(name: str, shape: Shape) -> bool:
+    """Is it the kernel of a convolution over one channel each, with its last two dims as MLX has them?"""
+    return name.endswith(mlx.KERNELS) and len(shape) == 3 and shape[1] > 1 == shape[2]
 
 
 def _config_beside(chosen: Chosen) -> Config:
@@ -85,8 +94,10 @@ def is_named_by(found: FamilyMatch, config: Config | None) -> bool:
 
 def refuse_layout(what: str, path: str) -> InputError:
     """The error for a model whose layout in MLX no rules describe."""
+    reason = mlx.NOT_UNDONE.get(what)
+    because = f": {reason}" if reason is not None else ""
     return InputError(
-        f"MLX saved this model, and no rules say how its layout of {what} differs from the hub's",
+        f"MLX saved this model, and no rules say how its layout of {what} differs from the hub's{because}",
         code=_NO_RULES,
         path=path,
         hint="take the model's files of the hub; --dialect keep writes names and values as MLX has them, for MLX alone",

@@ -175,6 +175,7 @@ def _refuse_one_beside(tree: Tree, path: str) -> None:
 
 def _target(wanted: Wanted) -> Target:
     from ckpt_tool.core.target import Target, whole_file
+    from ckpt_tool.formats.hub_folder.saved_by import SavedBy
     from ckpt_tool.formats.hub_folder.subclasses import Subclasses, header_of
     from ckpt_tool.formats.state_dict.averages import refuse_taken_for_averages
 
@@ -182,6 +183,9 @@ def _target(wanted: Wanted) -> Target:
         raise InternalError("a model-only format was asked for training state")
     refuse_taken_for_averages(wanted.tensors)
     said = METADATA | header_of(wanted.hints.get(Subclasses), (tensor.key.name for tensor in wanted.tensors))
+    saved_by = wanted.hints.get(SavedBy)
+    if saved_by is not None:  # the names are still those of that library: the next reader has to know
+        said |= {"format": saved_by.name}
     if wanted.single is not None:
         everything = range(len(wanted.tensors))
         return Target(FORMAT.name, (_file(wanted.single, wanted.tensors, everything, said),), single=wanted.single)
