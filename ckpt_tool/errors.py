@@ -39,6 +39,8 @@ class CkptError(Exception):
         key: the tensor, as `name` or `name [state]`.
         hint: what to try next.
         faults: further faults of the same pass, one line each; all are shown.
+        bytes_differ: the bytes of `path` are not those that were written, as far as its reader can say. A CorruptFile
+            says so always.
     """
 
     exit_code: ClassVar[int] = 70
@@ -55,6 +57,7 @@ class CkptError(Exception):
         key: str | None = None,
         hint: str | None = None,
         faults: Iterable[str] = (),
+        bytes_differ: bool = False,
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -65,6 +68,7 @@ class CkptError(Exception):
         self.key = key
         self.hint = hint
         self.faults = tuple(faults)
+        self.bytes_differ = bytes_differ or isinstance(self, CorruptFile)
         self.others: tuple[CkptError, ...] = ()  # the same further faults as errors, where they are known as such
 
     def where(self) -> str:

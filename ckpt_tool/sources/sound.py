@@ -39,8 +39,6 @@ UNSOUND = frozenset({"W-total-size", "W-header", "W-bool", "W-extra-tensors", "W
 DAMAGE = (CorruptFile, Incomplete, InconsistentCheckpoint)
 # What a damaged directory of a zip looks like: a reader can't tell it from a zip that was made to read as two.
 ZIP_CONTRADICTIONS = frozenset({"E0430", "E0431", "E0432", "E0433", "E0434", "E0435", "E0436", "E0437", "E0438"})
-# An item of a DCP is not what the metadata says; a file of Paddle's ranks does not begin as a pickle.
-OTHER_FORMS = frozenset({"E0394", "E1305"})
 JSON_LIMIT = 64 << 20  # bytes: a trainer_state.json of a long run has some megabytes
 _PICKLES = (".pkl", ".pickle")
 CUT_SHORT = "E1671"
@@ -100,7 +98,7 @@ def is_damage(fault: CkptError) -> bool:
 def is_damage_of_bytes(fault: CkptError) -> bool:
     """Does the error say that bytes of a file are not those that were written?"""
     is_ambiguous = isinstance(fault, UnsafeInput) and fault.code in ZIP_CONTRADICTIONS
-    return isinstance(fault, CorruptFile) or is_ambiguous or fault.code in OTHER_FORMS
+    return fault.bytes_differ or is_ambiguous
 
 
 def damage_noted(catalog: Catalog) -> list[CkptError]:

@@ -341,6 +341,7 @@ class DcpItems:
             offset=piece.at,
             key=tensor.fqn,
             hint="the file and the metadata come from two saves: get both from one save",
+            bytes_differ=True,
         )
 
     # -- safetensors inside -----------------------------------------------------------------------------------------

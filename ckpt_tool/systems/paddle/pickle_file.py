@@ -229,6 +229,7 @@ def _refuse_other(head: bytes, shown: str) -> None:
         hint="load it with Paddle and save a state dict with paddle.save"
         if binary
         else "the file is damaged, or no file of paddle.save",
+        bytes_differ=True,
     )
 
 
