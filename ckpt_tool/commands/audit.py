@@ -64,10 +64,11 @@ def audit(src: str, reading: Reading, wanted: Auditing, *, progress: Progress) -
             raise
         found += nothing or [_of_error(e)]
 
-    if subject is not None and wanted.values and not any(each.code in _TORN for each in found):
-        with unchanged_sources(subject.opened):
-            found += values.findings(subject, progress)
-            found += fused.findings(subject)
+    if subject is not None:
+        with unchanged_sources(subject.opened):  # the headers too are those of one save
+            if wanted.values and not any(each.code in _TORN for each in found):
+                found += values.findings(subject, progress)
+                found += fused.findings(subject)
 
     found += exporters.signatures(subject, found, subject.opened.path if subject else src)
     rows = rows_of(found)

@@ -29,7 +29,7 @@ from ckpt_tool.sources.opening import Opened, open_source, resolve, unchanged_so
 from ckpt_tool.sources.sound import UNSOUND, cut_short, damage_noted, finding, findings_of, row
 from ckpt_tool.storage.opening import open_tree
 from ckpt_tool.storage.records import DAMAGED
-from ckpt_tool.storage.source import Tree
+from ckpt_tool.storage.source import Tree, unchanged
 from ckpt_tool.weight_schemes.quantised_weights import has_codes
 
 if TYPE_CHECKING:
@@ -45,6 +45,14 @@ def verify(src: str, reading: Reading, wanted: Verification = FULL, *, progress:
     """Findings and layout-free digests. What keeps the checkpoint from being opened at all is raised, not listed."""
     on = device_of(wanted.device) if wanted.mode == "full" else None
     sealed = _sealed(src, reading, wanted, progress)  # first: of what comes next nothing is trusted
+    with unchanged(*sealed.trees):  # the bytes whose hashes were compared are those that are judged
+        return _verify_sealed(src, reading, wanted, sealed, on, progress)
+
+
+def _verify_sealed(
+    src: str, reading: Reading, wanted: Verification, sealed: Checked, on: Device | None, progress: Progress
+) -> dict[str, Any]:
+    """The document, for files that were compared with what is signed and attested of them."""
     try:
         opened = open_source(src, reading)
         refuse_unused_reading(reading, opened)
@@ -69,14 +77,14 @@ def _verify_opened(
 ) -> dict[str, Any]:
     """The document of an open checkpoint. damage: what is known to be damaged and is not among its tensors."""
     catalog = opened.catalog
-    findings, broken = findings_of(opened, complete=not damage)
-    left_out = damage_noted(catalog)
-    beside = _faults_beside(opened, [*damage, *left_out])
-    quantised = _quantised_faults(opened, reading, wanted)
-    first = [*map(finding, sealed.faults), *map(finding, damage), *map(finding, beside)]
-    read = _Read([*first, *findings, *map(finding, quantised)], dict(catalog.digests))
-    if wanted.mode == "full":
-        with unchanged_sources(opened):
+    with unchanged_sources(opened):
+        findings, broken = findings_of(opened, complete=not damage)
+        left_out = damage_noted(catalog)
+        beside = _faults_beside(opened, [*damage, *left_out])
+        quantised = _quantised_faults(opened, reading, wanted)
+        first = [*map(finding, sealed.faults), *map(finding, damage), *map(finding, beside)]
+        read = _Read([*first, *findings, *map(finding, quantised)], dict(catalog.digests))
+        if wanted.mode == "full":
             _read_all(opened, broken, on, progress, read)
     read.findings = _each_record_once(read.findings)
     _name_ranks(read.findings, opened)
@@ -282,7 +290,7 @@ def _sealed(src: str, reading: Reading, wanted: Verification, progress: Progress
         trees += [resolve(given, reading)[0]] if trees and not given.exists(SIGNATURE_FILE) else []
     tree = next((tree for tree in trees if tree.single is None and tree.exists(SIGNATURE_FILE)), None)
     if tree is None and wanted.key is None and wanted.attest is None:
-        return Checked([], {"signature": None, "attestation": None})
+        return Checked([], {"signature": None, "attestation": None}, ())
     return check(tree or given, wanted.key, wanted.attest, progress, contents=wanted.mode == "full")
 
 

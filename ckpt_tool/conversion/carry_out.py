@@ -6,7 +6,7 @@ nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,7 @@ def execute(
     plan_file: str | None = None,
     seal: Seal | None = None,
     replaced: ReplacedOutput | None = None,
+    planned_from: Iterable[Tree] = (),
 ) -> Result:
     """Run the plan, check what was staged, commit; a part leaves that to the last one to be done.
 
@@ -57,9 +58,13 @@ def execute(
     recorded: digests that the source states for its tensors; values that don't match are refused before the commit.
     plan_file: where the plan was read from; then an output that does not read back as the plan says is the plan's fault
     (SourceChanged E1605), not ours. seal: what is added to it, see `signing.seal`. replaced: what `--force` may remove.
+    planned_from: the sources that this process made the plan of: what it read in them beside the plan's own files
+    (headers, indexes, metadata) has to be of the same save as the values.
     """
 
     def check(staged: Path | Upload, digests: dict[TensorKey, str], source: dict[TensorKey, str]) -> None:
+        for tree in planned_from:
+            tree.check_unchanged(pointers=False)
         _check_recorded(source, recorded or {})
         full = writing.verify == "full" and (isinstance(staged, Path) or not staged.blind)
         try:

@@ -74,6 +74,8 @@ def groups_by_name(value: Any, ids: Mapping[Path, Mapping[str, str]], path: Path
     >>> groups_by_name({"optim": {"param_groups": [{"params": [0]}]}}, {("optim",): {"0": "w"}})
     {'optim': {'param_groups': [{'params': ['w']}]}}
     """
+    if isinstance(value, list):  # several optimizers: Lightning's `optimizer_states`
+        return [groups_by_name(item, ids, (*path, number)) for number, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
     out = {key: groups_by_name(item, ids, (*path, str(key))) for key, item in value.items()}

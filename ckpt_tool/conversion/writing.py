@@ -89,6 +89,8 @@ def write(chosen: Chosen, dst: str, job: Conversion, progress: Progress) -> dict
         document["notes"].append(describe_credentials(destination.url))
     progress.plan(document)
     if writing.plan_file:
+        for opened in chosen.sources:
+            opened.tree.check_unchanged(pointers=False)
         _save(plan, document, writing, writing.plan_file)
         return document
     if writing.dry_run:
@@ -103,7 +105,15 @@ def write(chosen: Chosen, dst: str, job: Conversion, progress: Progress) -> dict
     else:
         with moving.movers if moving else nullcontext() as movers:
             result = execute(
-                plan, trees, writing, progress, recorded=digests, movers=movers, seal=seal, replaced=replaced
+                plan,
+                trees,
+                writing,
+                progress,
+                recorded=digests,
+                movers=movers,
+                seal=seal,
+                replaced=replaced,
+                planned_from=[opened.tree for opened in chosen.sources],
             )
         overflows = result.overflows
     document |= chosen.reported.document(done=True) if chosen.reported else {}

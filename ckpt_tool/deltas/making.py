@@ -48,7 +48,7 @@ from ckpt_tool.storage.output.destination import check_destination, check_not_re
 from ckpt_tool.storage.output.replaced import ReplacedOutput
 from ckpt_tool.storage.output.staging import Staging
 from ckpt_tool.storage.safetensors_files.safetensors_file import build_header
-from ckpt_tool.storage.source import Tree
+from ckpt_tool.storage.source import Tree, unchanged
 
 UNLIKE = "E2615"
 VERSION = "E2616"
@@ -129,7 +129,8 @@ def make(base: str, new: str, dst: str, reading: Reading, wanted: Making, progre
         return document
 
     with Frames(str(destination.absolute().parent), wanted) as frames:
-        frames.fill(pairs, progress)
+        with unchanged(old_source.tree, fresh.tree, pointers=False):  # files of metadata hold no tensor of a pair
+            frames.fill(pairs, progress)
         about = (version, before, wanted.encoding, wanted.checksum)
         base_folder = _path_to(old_source.tree, destination)
         names = _write(frames, pairs, destination, about, archive, base_folder, wanted, replaced)

@@ -228,6 +228,12 @@ class ComputedTree(Tree):
                 now[shown, file] = "" if identity is None else _described(tree, file, identity)
         return [self._identity(name, lambda tree, file: now[tree.shown, file]) for name in names]
 
+    def check_unchanged(self, *, pointers: bool = True) -> None:
+        """As `Tree.check_unchanged`, of the trees that the values are computed from."""
+        inputs = {id(each.tree): each.tree for recipe in self._recipes.values() for each in recipe.inputs}
+        for tree in inputs.values():
+            tree.check_unchanged(pointers=pointers)
+
     def _identity(self, path: str, of: Callable[[Tree, str], str]) -> Identity:
         recipe = self._recipes[path]
         found = blake2b(recipe.text.encode(), digest_size=24)

@@ -29,10 +29,11 @@ _Have = Mapping[tuple[str, str, int, int | None], str]
 
 
 class Checked(NamedTuple):
-    """faults: what is wrong. said: `signature` and `attestation` for the document, None for what is not there."""
+    """What is known of a checkpoint's files before it is opened."""
 
-    faults: list[CkptError]
-    said: dict[str, dict[str, Any] | None]
+    faults: list[CkptError]  # what is wrong
+    said: dict[str, dict[str, Any] | None]  # `signature` and `attestation` for the document, None for what is not there
+    trees: tuple[Tree, ...]  # whose files were hashed: they may not change before they are read
 
 
 class _Claim(NamedTuple):
@@ -72,7 +73,7 @@ def check(tree: Tree, key_file: str | None, attestation: str | None, progress: P
             ignored = _list_ignored(tree, claim)
             if ignored:
                 claim.said["ignored"] = ignored
-    return Checked(faults, statements)
+    return Checked(faults, statements, (tree,))
 
 
 def _find_unsigned(said: Mapping[str, dict[str, Any] | None], claims: list[_Claim], path: str) -> Iterator[CkptError]:

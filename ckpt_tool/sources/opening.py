@@ -284,7 +284,10 @@ def _once_a_class(lines: Iterable[str]) -> list[str]:
 @contextmanager
 def unchanged_sources(*sources: Opened) -> Iterator[None]:
     """What is said of these sources inside is said of one state of their files (`storage.source.unchanged`): those that
-    are read, the pointer files that led to them, and the markers of finished ranks. Raises SourceChanged E0604."""
+    are read, the pointer files that led to them, and the markers of finished ranks. Raises SourceChanged E0604.
+
+    What writes the values of a step goes on when the run's pointer file names a newer one (`unchanged` without
+    `pointers`); what judges the folder that was given does not."""
     for opened in sources:
         opened.tree.watch(opened.markers)
     with unchanged(*(tree for opened in sources for tree in opened.trees)):

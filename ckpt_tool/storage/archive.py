@@ -84,8 +84,8 @@ class ArchiveTree(Tree):
         """Those of the archive."""
         return self._archive.bytes_read
 
-    def check_unchanged(self) -> None:
-        self._archive.check_unchanged()
+    def check_unchanged(self, *, pointers: bool = True) -> None:
+        self._archive.check_unchanged(pointers=pointers)
 
     def listing(self) -> dict[str, int]:
         if self._listing is None:

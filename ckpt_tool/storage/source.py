@@ -404,10 +404,16 @@ class Tree:
         """The same of several files; None for one that a store does not have any more. Raises as `open` does."""
         return [self.identity_by_name(path) for path in paths]
 
-    def check_unchanged(self) -> None:
-        """Raise SourceChanged E0604 unless every file that was read or watched, here and in the folders above, is still
-        the one that was opened. A file that is rewritten in place keeps its descriptor, so reading it does not tell.
-        Raises StorageError where a disk that fails does not say which file it is."""
+    def check_unchanged(self, *, pointers: bool = True) -> None:
+        """Raise SourceChanged E0604 unless every file that was read or watched is still the one that was opened. A file
+        that is rewritten in place keeps its descriptor, so reading it does not tell.
+
+        Args:
+            pointers: look at the folders above too, whose pointer files led here.
+
+        Raises:
+            StorageError: a disk that fails does not say which file it is.
+        """
         first_sight = dict(self._seen)
         for path, first in first_sight.items():
             try:
@@ -418,7 +424,7 @@ class Tree:
                 now = None
             if now != first:
                 raise changed_while_read(self.display(path))
-        if self.above is not None:
+        if pointers and self.above is not None:
             self.above.check_unchanged()
 
     def watch(self, paths: Iterable[str]) -> None:
@@ -557,9 +563,9 @@ def changed_while_read(shown: str) -> SourceChanged:
 
 
 @contextmanager
-def unchanged(*trees: Tree) -> Iterator[None]:
+def unchanged(*trees: Tree, pointers: bool = True) -> Iterator[None]:
     """What is said of these trees inside is said of one state of their files: raises SourceChanged E0604 at the end, or
-    in the place of a fault of the input, where a file that was read is another by now.
+    in the place of a fault of the input, where a file that was read is another by now. pointers: of those above too.
 
     with unchanged(opened.tree):
         findings = read_all(opened)
@@ -569,9 +575,9 @@ def unchanged(*trees: Tree) -> Iterator[None]:
     except InputError as fault:
         for tree in trees:
             try:
-                tree.check_unchanged()
+                tree.check_unchanged(pointers=pointers)
             except SourceChanged as change:
                 raise change from fault
         raise
     for tree in trees:
-        tree.check_unchanged()
+        tree.check_unchanged(pointers=pointers)

@@ -12,10 +12,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from ckpt_tool.auditing import values
 from ckpt_tool.cli import run
 from ckpt_tool.commands import diff, inspect, verify
+from ckpt_tool.storage.source import Tree
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 SOURCES = {
@@ -173,3 +175,82 @@ def test_a_marker_of_a_finished_rank_that_changes_is_said(
     if not signal.exists():
         signal.write_text("1")
     read_while(signal.unlink if how == "removed" else lambda: signal.write_text("0 "), source, verb, monkeypatch, capfd)
+
+
+def two_saves(folder: Path) -> tuple[Path, Path]:
+    """Two saves of one job: `common.pt` says how far the schedule is, and holds no tensor that is moved."""
+    for name, value in (("first", 1.0), ("second", 2.0)):
+        source = {
+            "model": {"w": torch.full((64, 32), value)},
+            "iteration": 1,
+            "opt_param_scheduler": {"num_steps": int(value)},
+        }
+        torch.save(source, folder / f"{name}.pt")
+        line = ["convert", str(folder / f"{name}.pt"), str(folder / name), "--to", "megatron-dist", "-q"]
+        assert run([*line, "--dialect", "keep"]) == 0
+    return folder / "first", folder / "second"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["convert", "SRC", "OUT", "--to", "torch", "--dialect", "keep"],
+        ["convert", "SRC", "OUT", "--to", "torch", "--dialect", "keep", "--plan", "PLAN"],
+        ["merge", "SRC", "OUT"],
+        ["delta", "BASE", "SRC", "OUT"],
+        ["verify", "SRC", "--mode", "quick"],
+        ["verify", "SRC"],
+        ["audit", "SRC"],
+    ],
+    ids=["convert", "plan", "merge", "delta", "verify quick", "verify", "audit"],
+)
+def test_what_is_read_first_and_values_of_another_save_never_mix(
+    line: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
+    """The save is replaced once `common.pt` and `.metadata` have been read, before any file of values is seen."""
+    first, second = two_saves(tmp_path)
+    shutil.copytree(first, tmp_path / "source")
+    find = Tree.fd
+    replaced = []
+
+    def replacing(tree: Tree, path: str) -> int:
+        if path.endswith(".distcp") and tree.shown.startswith(str(tmp_path / "source")) and not replaced:
+            replaced.append(path)
+            for file in filter(Path.is_file, second.rglob("*")):
+                shutil.copy(file, tmp_path / "new")
+                os.replace(tmp_path / "new", tmp_path / "source" / file.relative_to(second))
+        return find(tree, path)
+
+    monkeypatch.setattr(Tree, "fd", replacing)
+    given = {"SRC": "source", "BASE": "first", "OUT": "out", "PLAN": "plan"}
+    code = run([str(tmp_path / given[word]) if word in given else word for word in line])
+    assert replaced
+    assert code == 6, capfd.readouterr()
+    assert not (tmp_path / "out").exists() and not (tmp_path / "plan").exists()
+
+
+def test_what_was_signed_is_what_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    """The hashes of a signature are compared first; a file that is another one after that has no signature."""
+    pytest.importorskip("cryptography")
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    public = key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    (tmp_path / "key.pem").write_bytes(private)
+    (tmp_path / "key.pub").write_bytes(public)
+    signed = tmp_path / "signed"
+    line = ["convert", str(FIXTURES / "dcp" / "tp2_dp2"), str(signed), "--to", "safetensors", "-q"]
+    assert run([*line, "--sign", str(tmp_path / "key.pem")]) == 0
+
+    open_source = verify.open_source
+
+    def opening(*arguments: object) -> object:
+        rewrite(signed / "model.safetensors", "another file")
+        return open_source(*arguments)
+
+    monkeypatch.setattr(verify, "open_source", opening)
+    assert run(["verify", str(signed), "--key", str(tmp_path / "key.pub")]) == 6

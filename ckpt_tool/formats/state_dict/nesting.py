@@ -25,7 +25,7 @@ from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.state_dict.optimizer_ids import Candidate, align
 from ckpt_tool.formats.state_dict.paths import Leaf, name_leaves
 from ckpt_tool.formats.state_dict.roots import Ordered, Roots
-from ckpt_tool.formats.state_dict.tree import SLOT, dotted, join
+from ckpt_tool.formats.state_dict.tree import SLOT, dotted, join, value_at, with_changed
 from ckpt_tool.storage.pickles.pickle_values import OrderedMap
 from ckpt_tool.storage.pickles.pickle_writer import dumps
 
@@ -98,7 +98,7 @@ def _with_names_for_numbers(
     for root, names in roots.ids.items():
         at = len(root) + 1
         own = [i for i, tensor in enumerate(tensors) if tensor.path[:at] == (*root, "state")]
-        groups = _look(extras, (*root, "param_groups"))
+        groups = value_at(extras, (*root, "param_groups"))
         listed = [n for group in groups for n in group["params"]] if _lists_numbers(groups) else []
         in_memory = all(type(tensors[i].path[at]) is int for i in own)
         if not own or not listed or not in_memory or not all(str(n) in names for n in listed):
@@ -106,7 +106,7 @@ def _with_names_for_numbers(
         for i in own:
             path = tensors[i].path
             tensors[i] = tensors[i]._replace(path=(*path[:at], names[str(path[at])], *path[at + 1 :]))
-        extras = _edit(extras, (*root, "param_groups"), lambda groups, names=names: _list_names(groups, names))
+        extras = with_changed(extras, (*root, "param_groups"), lambda groups, names=names: _list_names(groups, names))
         del left[root]
     return replace(wanted, tensors=tuple(tensors)), extras, replace(roots, ids=left)
 
@@ -170,7 +170,7 @@ def _with_param_names(
     added = []
     order = _order_in_file(paths, extras) if by_optimizer else []
     for root, names in by_optimizer.items():
-        groups = _look(extras, (*root, "param_groups"))
+        groups = value_at(extras, (*root, "param_groups"))
         if not isinstance(groups, list) or not _all_numbers(groups):
             continue
         model = [Candidate(t.key.name, t.shape) for t in (wanted.tensors[i] for i in order) if t.key.state == MODEL]
@@ -181,7 +181,9 @@ def _with_param_names(
         found = align(groups, moments, model).names
         if {n: found.get(n, str(n)) for n in names} != names:
             every = {int(n): name for n, name in roots.ids.get(root, {}).items()} | names
-            extras = _edit(extras, (*root, "param_groups"), lambda groups, every=every: _name_groups(groups, every))
+            extras = with_changed(
+                extras, (*root, "param_groups"), lambda groups, every=every: _name_groups(groups, every)
+            )
             added.append(root)
     return extras, added
 
@@ -197,12 +199,6 @@ def _all_numbers(groups: list[Any]) -> bool:
         and all(type(n) is int for n in group["params"])
         for group in groups
     )
-
-
-def _look(value: Any, path: Path) -> Any:
-    for step in path:
-        value = value.get(step) if isinstance(value, Mapping) else None
-    return value
 
 
 def _check_distinct(wanted: Wanted, paths: Sequence[Path]) -> None:
@@ -233,7 +229,7 @@ def _with_integer(path: Path, extras: Mapping[Any, Any]) -> Path:
         return path
     at = path.index("state")
     number = path[at + 1]
-    groups = _look(extras, (*path[:at], "param_groups"))
+    groups = value_at(extras, (*path[:at], "param_groups"))
     if isinstance(number, str) and numeral(number) and isinstance(groups, list) and _all_numbers(groups):
         return (*path[: at + 1], int(number), *path[at + 2 :])
     return path
@@ -248,16 +244,8 @@ def _without_removed(extras: dict[Any, Any], wanted: Wanted, roots: Roots) -> di
         gone = {int(number) for number, name in names.items() if name not in have}
         lost = {name for name in names.values() if name not in have}
         if gone:
-            extras = _edit(extras, (*path, "param_groups"), lambda groups, g=gone, n=lost: _prune(groups, g, n))
+            extras = with_changed(extras, (*path, "param_groups"), lambda groups, g=gone, n=lost: _prune(groups, g, n))
     return extras
-
-
-def _edit(value: Any, path: Path, change: Any) -> Any:
-    if not path:
-        return change(value)
-    if not isinstance(value, Mapping) or path[0] not in value:
-        return value
-    return {**value, path[0]: _edit(value[path[0]], path[1:], change)}
 
 
 def _prune(groups: Any, numbers: set[int], names: set[str]) -> Any:

@@ -65,7 +65,7 @@ from ckpt_tool.formats.state_dict.averages import (
 from ckpt_tool.formats.state_dict.in_parts import find_parameter, refuse_parts
 from ckpt_tool.formats.state_dict.optimizer_ids import Candidate, align
 from ckpt_tool.formats.state_dict.roots import Roots
-from ckpt_tool.formats.state_dict.tree import dotted
+from ckpt_tool.formats.state_dict.tree import dotted, value_at
 from ckpt_tool.formats.state_dict.words import (
     AVERAGING,
     LIVE_ROOT,
@@ -165,7 +165,7 @@ class _Naming:
                 groups.setdefault(leaf.path[: leaf.path.index("state")], []).append(i)
         for root, members in groups.items():
             paths = [self.leaves[i].path[len(root) + 1 :] for i in members]
-            beside = _at(self.extras, root)
+            beside = value_at(self.extras, root)
             signs = (
                 isinstance(beside, Mapping) and "param_groups" in beside,
                 bool(root) and any(str(step).lower() in OPTIMIZER_ROOTS for step in root),
@@ -221,7 +221,7 @@ class _Naming:
 
     def _grouped(self, root: Path, prefix: str, names: Sequence[str]) -> bool:
         """Do `param_groups.NAME.*` stand beside these flat states, and are the states an optimizer's?"""
-        beside = _at(self.extras, root)
+        beside = value_at(self.extras, root)
         if not isinstance(beside, Mapping):
             return False
         start = f"{prefix}param_groups."
@@ -475,7 +475,7 @@ class _Naming:
         """Names for optimizers that number their parameters."""
         model = self._model()
         for optimizer in self.optimizers:
-            groups = _at(self.extras, (*optimizer.path, "param_groups"))
+            groups = value_at(self.extras, (*optimizer.path, "param_groups"))
             if optimizer.prefix is not None or not _numbered(groups, [entry[1] for entry in optimizer.entries]):
                 continue
             moments: dict[int, dict[str, tuple[int, ...]]] = {}
@@ -586,15 +586,3 @@ def _numbered(groups: Any, parameters: Sequence[Any]) -> bool:
         else []
     )
     return all(map(numeral, parameters)) and bool(listed) and all(type(n) is int for n in listed)
-
-
-def _at(extras: Any, path: Path) -> Any:
-    """The value of the extras at `path`, None where there is none."""
-    for step in path:
-        if isinstance(extras, Mapping) and step in extras:
-            extras = extras[step]
-        elif isinstance(extras, list | tuple) and isinstance(step, int) and step < len(extras):
-            extras = extras[step]
-        else:
-            return None
-    return extras

@@ -15,7 +15,7 @@ classes (`pickles.pickle_reader.refuse_weight_bearing` judges what hangs in thos
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -198,6 +198,40 @@ def join(extras: Mapping[str, Any], tensors: Iterable[tuple[Path, Any]]) -> dict
     for path, tensor in tensors:
         _put(root, path, tensor)
     return {key: _sealed(item) for key, item in root.items()}
+
+
+def value_at(extras: Any, path: Path) -> Any:
+    """The value of the extras at `path`, None where there is none.
+
+    >>> value_at({"optimizers": [{"param_groups": []}]}, ("optimizers", 0, "param_groups"))
+    []
+    """
+    for step in path:
+        if isinstance(extras, Mapping) and step in extras:
+            extras = extras[step]
+        elif isinstance(extras, list | tuple) and isinstance(step, int) and step < len(extras):
+            extras = extras[step]
+        else:
+            return None
+    return extras
+
+
+def with_changed(extras: Any, path: Path, change: Callable[[Any], Any]) -> Any:
+    """The extras with `change(value)` for the value at `path`; as they are where there is none.
+
+    >>> with_changed({"optimizers": [{"lr": 1}]}, ("optimizers", 0, "lr"), lambda rate: rate + 1)
+    {'optimizers': [{'lr': 2}]}
+    """
+    if not path:
+        return change(extras)
+    step = path[0]
+    if isinstance(extras, Mapping) and step in extras:
+        return {**extras, step: with_changed(extras[step], path[1:], change)}
+    if isinstance(extras, list | tuple) and isinstance(step, int) and step < len(extras):
+        items = list(extras)
+        items[step] = with_changed(items[step], path[1:], change)
+        return tuple(items) if isinstance(extras, tuple) else items
+    return extras
 
 
 class _Tuple(list[Any]):

@@ -152,7 +152,7 @@ class RemoteTree(Tree):
         now = self._store.list()
         return [_identity(self.shown, name, now[name]) if name in now else None for name in names]
 
-    def check_unchanged(self) -> None:
+    def check_unchanged(self, *, pointers: bool = True) -> None:
         """As `Tree.check_unchanged`, by one listing, or one request for a single file."""
         names = sorted(self._fetched)
         try:
@@ -162,7 +162,7 @@ class RemoteTree(Tree):
         for name, now in zip(names, found, strict=True):
             if now != self.identity(name):
                 raise changed_while_read(self.display(name))
-        if self.above is not None:
+        if pointers and self.above is not None:
             self.above.check_unchanged()
 
     def watch(self, paths: Iterable[str]) -> None:
