@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.bounds import numeral
@@ -106,7 +107,7 @@ def _with_names_for_numbers(
         for i in own:
             path = tensors[i].path
             tensors[i] = tensors[i]._replace(path=(*path[:at], names[str(path[at])], *path[at + 1 :]))
-        extras = with_changed(extras, (*root, "param_groups"), lambda groups, names=names: _list_names(groups, names))
+        extras = with_changed(extras, (*root, "param_groups"), partial(_list_names, names=names))
         del left[root]
     return replace(wanted, tensors=tuple(tensors)), extras, replace(roots, ids=left)
 
@@ -181,9 +182,7 @@ def _with_param_names(
         found = align(groups, moments, model).names
         if {n: found.get(n, str(n)) for n in names} != names:
             every = {int(n): name for n, name in roots.ids.get(root, {}).items()} | names
-            extras = with_changed(
-                extras, (*root, "param_groups"), lambda groups, every=every: _name_groups(groups, every)
-            )
+            extras = with_changed(extras, (*root, "param_groups"), partial(_name_groups, names=every))
             added.append(root)
     return extras, added
 
@@ -244,7 +243,7 @@ def _without_removed(extras: dict[Any, Any], wanted: Wanted, roots: Roots) -> di
         gone = {int(number) for number, name in names.items() if name not in have}
         lost = {name for name in names.values() if name not in have}
         if gone:
-            extras = with_changed(extras, (*path, "param_groups"), lambda groups, g=gone, n=lost: _prune(groups, g, n))
+            extras = with_changed(extras, (*path, "param_groups"), partial(_prune, numbers=gone, names=lost))
     return extras
 
 
