@@ -16,6 +16,7 @@ from ckpt_tool.storage.platform_calls import VARIABLE
 
 HAS_RENAMEAT2 = "renameat2" not in os.environ.get(VARIABLE, "").split(",")
 HAS_FALLOCATE = "fallocate" not in os.environ.get(VARIABLE, "").split(",")
+HAS_MARKS = "xattr" not in os.environ.get(VARIABLE, "").split(",")
 WEAKER = "names can't be exchanged here: a kill may leave the old folder under its hidden name, whole"
 _SET_ASIDE = re.compile(r"\.(.+)\.[0-9a-f]{8}\.ckpt-replaced", re.DOTALL)
 
@@ -30,6 +31,12 @@ def is_left_of(hidden: Mapping[str, Any], old: Mapping[str, Any], *, replaced: b
     """Is what lies under a hidden name the old output, whole, or what is left of it once the new one is in place?"""
     content = {path: what for path, what in hidden.items() if not path.endswith("/" + FILES)}
     return content == old or (replaced and content.items() <= old.items())
+
+
+def is_asked_about(staged: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
+    """Where names are exchanged and there are no marks: is the old output under the staging name, whole, so that the
+    next run asks about it (E0504)? staged: what is in the staging folder."""
+    return not HAS_MARKS and {path: row for path, row in staged.items() if path != FILES} == old
 
 
 def restored(path: str) -> str:
