@@ -92,6 +92,12 @@ class Game:
         names = [rng.choice(STEP_NAMES).format(number) for number in (100, 200, 300, 400, 500)]
         for name in names:
             lay(checkpoint, folder / name)
+        if rng.random() < 0.5:  # a broken step is known by the names in it alone
+            name = rng.choice(names[:-1])
+            files = [path for path in sorted((folder / name).rglob("*")) if path.is_file()]
+            file = rng.choice(files)
+            os.truncate(file, file.stat().st_size // 2)
+            what = f"{what}, {name}/{file.name} is cut"
         held = set[str]()
         for _ in range(rng.choice((1, 1, 2))):
             name = rng.choice(names)

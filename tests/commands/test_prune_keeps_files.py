@@ -116,6 +116,23 @@ def test_every_fixture_goes_alone_and_stays_with_a_persons_file(tmp_path: Path, 
         assert not prune(folder, with_other_files=True)
 
 
+@pytest.mark.parametrize("name", registry.NAMES)
+def test_names_almost_like_a_broken_steps_own_are_a_persons(tmp_path: Path, name: str) -> None:
+    """Where a step can't be read, the names that its format gives count, and none that only begin or end so."""
+    folders = [path for path in sorted((FIXTURES / name).iterdir()) if path.is_dir()]
+    for fixture in folders[:: max(1, len(folders) // 4)]:
+        step = tmp_path / fixture.name
+        shutil.copytree(fixture, step)
+        own = [path for path in sorted(step.rglob("*")) if path.is_file()]
+        kept = set[str]()
+        for file in own[:: max(1, len(own) // 10)]:
+            stem, dot, suffix = file.name.partition(".")
+            for almost in (f"{stem}-best{dot}{suffix}", f"{file.name}~", f"my_{file.name}"):
+                file.with_name(almost).write_bytes(b"mine")
+                kept.add(file.with_name(almost).relative_to(step).as_posix())
+        assert kept <= set(find_other_files(str(step), Reading())), kept - set(find_other_files(str(step), Reading()))
+
+
 def test_the_reason_names_the_first_files_and_their_number(tmp_path: Path, capfd: Any) -> None:
     older = lay_run(tmp_path, ONE)
     for number in range(8):

@@ -39,6 +39,8 @@ ranks.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from ckpt_tool.core.catalog import Catalog
@@ -51,6 +53,8 @@ if TYPE_CHECKING:  # reading needs none of these
     from ckpt_tool.core.target import Target, Wanted
 
 ZERO = "zero/"
+_STATE_FILE = re.compile(r"[A-Za-z_]\w*\.pt")
+OPTIMIZER_STATE = f"{ZERO}optimizer_state.pt"
 
 
 class _Universal:
@@ -87,6 +91,19 @@ class _Universal:
         from ckpt_tool.systems.deepspeed.universal.read import UniversalReader
 
         return UniversalReader(tree).catalog(required=options.require_checksums)
+
+    def named(self, tree: Tree) -> frozenset[str]:
+        """The module's files, and those below `zero/` whose name half of the parameters' folders have: optimizers may
+        call their states as they like, but all parameters have them."""
+        modules = sort_files(tree.names())
+        modules.optim = {}
+        modules.expp = {}
+        below = [path for path in tree.listing() if path.startswith(ZERO) and path.count("/") > 1]
+        states = Counter(path.rpartition("/")[2] for path in below)
+        count = len({path.rpartition("/")[0] for path in below})
+        shared = {file for file, number in states.items() if 2 * number >= count and _STATE_FILE.fullmatch(file)}
+        ours = {path for path in below if path.rpartition("/")[2] in shared}
+        return frozenset({*modules.all(), *ours, *({OPTIMIZER_STATE} & tree.listing().keys())})
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
         """The folder that DeepSpeed resumes from, and the pointer to it."""

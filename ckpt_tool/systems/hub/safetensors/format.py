@@ -94,6 +94,18 @@ class HfSafetensors:
             loader="transformers" if named and chosen.kind != "ranks" else "",
         )
 
+    def named(self, tree: Tree) -> frozenset[str]:
+        """The files by names; an index only next to a file of its stem: people make others (`model-best...`)."""
+        evidence = self.detect(tree)
+        files = evidence.files if evidence else frozenset[str]()
+        alone = {
+            path
+            for path in files
+            if path.endswith(INDEX_SUFFIX)
+            and not any(other.startswith(f"{path.removesuffix(INDEX_SUFFIX)}-") for other in files)
+        }
+        return files - alone
+
     def read(self, tree: Tree, options: ReadOptions = AS_IS) -> Catalog:
         """The catalog from headers alone. Raises InputError / UnsafeInput; all files at fault are named at once."""
         prefer = options.prefer
