@@ -11,10 +11,12 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from ckpt_tool.conversion.passes import PASSES, Pass
+from ckpt_tool.formats.entry import Dialect, DialectQuestion, Question, System, of_dialect, offered, systems
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 MOST = 164  # of our modules
@@ -85,3 +87,21 @@ def test_each_pass_names_a_function(one: Pass) -> None:
     module, _, name = one.function.partition(":")
     function = getattr(import_module(f"ckpt_tool.{module}"), name)
     assert list(inspect.signature(function).parameters) == ["chosen", "job"]
+
+
+def test_each_answer_of_a_system_is_a_function() -> None:
+    """What a row calls `module:function` for a question is there, and each question is one that rows can answer."""
+    for question in get_args(Question):
+        stated = [folder for folder, system in systems().items() if getattr(system, question)]
+        answers = list(offered(question))
+        assert len(answers) == len(stated) > 0 and all(map(callable, answers)), question
+    dialects = [dialect.name for system in systems().values() for dialect in system.dialects]
+    for question in get_args(DialectQuestion):
+        assert any(of_dialect(name, question) for name in dialects), question
+
+
+def test_a_dialect_is_asked_of_its_system() -> None:
+    """A variant's name leads to the row of the dialect that it is of; other systems are not asked."""
+    assert of_dialect("megatron-swift", "leaving") is of_dialect("megatron", "leaving") is not None
+    assert of_dialect("meta", "leaving") is None and of_dialect("megatronic", "leaving") is None
+    assert Dialect("x", 1).leaving == System().job_config == ""
