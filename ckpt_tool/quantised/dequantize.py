@@ -76,14 +76,14 @@ def dequantize(chosen: Chosen, job: Conversion) -> Chosen:
     refuse_saved_plan(writing, OPTION)
     if any(row.tensor.dtype.coded for row in chosen.stored):
         return _dequantize_blocks(chosen, writing)
-    from ckpt_tool.quantised.codecs.torchao_states import coded_states
-    from ckpt_tool.quantised.floats import States, states
+    from ckpt_tool.quantised.codecs.paddle_moments import States, find_paddle_states
+    from ckpt_tool.quantised.codecs.torchao_states import find_torchao_states
 
     rows = [row for row in chosen.stored if row.source == 0]
     source_tensors = [row.tensor for row in rows]
     tree = chosen.sources[0].tree
-    paddle = states(source_tensors, tree)
-    torchao = coded_states(source_tensors, tree)
+    paddle = find_paddle_states(source_tensors, tree)
+    torchao = find_torchao_states(source_tensors, tree)
     moments = States((*paddle.recipes, *torchao.recipes), paddle.used | torchao.used)
 
     config = model_config(chosen)
@@ -174,14 +174,14 @@ def _replace_weights(
     writing: Writing,
     config: Mapping[str, Any] | None,
 ) -> Chosen:
-    from ckpt_tool.quantised.floats import recipe, transpose_view
+    from ckpt_tool.quantised.codecs.recipes import make_recipe, transpose_view
     from ckpt_tool.run.computed import Input
 
     tree = chosen.sources[0].tree
     recipes: list[Recipe] = []
     for weight in found.weights.values():
         inputs = {name: Input(tensors[name], tree) for name in weight.names}
-        recipes.append(recipe(weight, TensorKey(weight.made), inputs, small_numbers))
+        recipes.append(make_recipe(weight, TensorKey(weight.made), inputs, small_numbers))
 
     consumed = found.names | set(found.beside)
     made_names = {weight.made for weight in found.weights.values()}

@@ -24,18 +24,26 @@ Cost: 0.8 ns an element in compiled code (`compiled/blocks.c`, the same bits), 7
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ckpt_tool.compiled.library import KINDS, ready
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.integers import ceil_div
-from ckpt_tool.quantised.codes import FP4, Array, Floats, as_floats, list_byte_values
+from ckpt_tool.quantised.codecs.code_bits import (
+    FP4,
+    Array,
+    Bytes,
+    Floats,
+    find_lowest_signed,
+    list_byte_values,
+    pack_halves,
+)
+from ckpt_tool.quantised.codecs.scale_grid import as_floats
 from ckpt_tool.run.compute import cast, looked_up, numpy_type
 from ckpt_tool.weight_schemes.written_schemes import Scheme
 
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _F32 = DTYPES["F32"]
 _LARGEST = {"F8_E4M3": 448.0, "I8": 127.5, "I32": 7.5, "U8": 6.0}  # by the dtype that holds the codes
 _RANGE = {"I8": (-128.0, 127.0), "I32": (-8.0, 7.0)}
@@ -155,7 +163,7 @@ def _codes(values: Floats, divisors: Floats, scheme: Scheme) -> tuple[Bytes, Flo
         return ratio.astype(np.int8).view(np.uint8), ratio
     if scheme.bits == 4:
         codes = _four_bits(ratio)
-        return codes, looked_up(np.array(FP4, np.float32), codes.reshape(-1)).reshape(values.shape)
+        return codes, looked_up(FP4, codes.reshape(-1)).reshape(values.shape)
     codes = np.frombuffer(cast(ratio.reshape(-1).view(np.uint8).data, _F32, DTYPES[scheme.dtype])[0], np.uint8)
     return codes.reshape(values.shape), looked_up(list_byte_values(DTYPES[scheme.dtype]), codes).reshape(values.shape)
 
@@ -185,5 +193,6 @@ def pack_codes(codes: Bytes, scheme: Scheme) -> Bytes:
     """A line of codes as bytes of the tensor that holds them."""
     if scheme.bits == 8:
         return codes
-    pairs = (codes + np.uint8(8) if scheme.dtype == "I32" else codes) & np.uint8(15)
-    return pairs[0::2] | pairs[1::2] << np.uint8(4)
+    if scheme.dtype == "I32":  # integers, of which the lowest is the code 0
+        codes = codes - np.int8(find_lowest_signed(scheme.bits)).astype(np.uint8)
+    return pack_halves(codes & np.uint8(15))

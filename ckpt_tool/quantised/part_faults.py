@@ -50,14 +50,14 @@ def _as_error(fault: WeightFault) -> CkptError:
 
 def _find_value_faults(opened: Opened, found: FoundWeights, state: str) -> list[CkptError]:
     """What the values of small parts contradict: a recipe of each weight is made, and none is carried out."""
-    from ckpt_tool.quantised.floats import recipe
+    from ckpt_tool.quantised.codecs.recipes import make_recipe
     from ckpt_tool.run.computed import Input
 
     faults: list[CkptError] = []
     for weight in found.weights.values():
         inputs = {name: Input(opened.catalog.tensors[TensorKey(name, state)], opened.tree) for name in weight.names}
         try:
-            recipe(weight, TensorKey(weight.made), inputs, small_numbers)
+            make_recipe(weight, TensorKey(weight.made), inputs, small_numbers)
         except CkptError as fault:
             fault.key = fault.key or weight.lead
             faults.append(fault)

@@ -26,10 +26,11 @@ import numpy as np
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.tensor import TensorKey
-from ckpt_tool.quantised.codes import Array, Floats, Rectangle, not_finite, rectangles
+from ckpt_tool.quantised.codecs.code_bits import Array, Bytes, Floats
+from ckpt_tool.quantised.codecs.rectangles import Rectangle, rectangles
+from ckpt_tool.quantised.codecs.scale_grid import not_finite_error
 from ckpt_tool.quantised.error_stats import GRAIN, Figures
 from ckpt_tool.quantised.nearest_codes import (
-    Bytes,
     Error,
     ValuePlace,
     Values,
@@ -212,7 +213,7 @@ class _QuantisedPart(ExactRecipe):
 
         at = start + int(np.flatnonzero(~np.isfinite(values.wide))[0])
         index = [*self.scheme.matrix(tuple(int(i) for i in np.unravel_index(at, self.matrix)))]
-        raise not_finite(str(self.inputs[0].tensor.key), index, "--quantize-skip leaves this one as it is")
+        raise not_finite_error(str(self.inputs[0].tensor.key), index, "--quantize-skip leaves this one as it is")
 
     def find_band_maxima(self, read: Read, band: int) -> tuple[Floats, Values | None]:
         """(the largest magnitudes of the blocks of a band, its values where they are few)."""

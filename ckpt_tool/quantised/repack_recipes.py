@@ -8,8 +8,8 @@ are read.
 
 Both store an integer q of n bits as itself where compressed-tensors stores value + 2^(n - 1), and take q - zero for
 value - zero: the bits are the same. So what is made here are matrices with inputs or groups as rows, which are shown
-turned (`floats.turned`): GPTQ's codes and all scales byte for byte, zero points with what GPTQ's first version takes
-off put back (`gptq.as_meant`), AWQ's words with their nibbles in order, and along the inputs.
+turned (`recipes.transpose_view`): GPTQ's codes and all scales byte for byte, zero points with what GPTQ's first version
+takes off put back (`gptq.restore_zeros`), AWQ's words with their nibbles in order, and along the inputs.
 
 What the tensors that are left out would say is looked at where the scales are read: that each input is of the group in
 which it lies (`g_idx`), and that zero points of a symmetric quantiser are the middle.
@@ -28,8 +28,16 @@ import numpy as np
 from ckpt_tool.core.dtype import DTYPES, DType
 from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.errors import InconsistentCheckpoint, UsageError
-from ckpt_tool.quantised.codecs.gptq import AWQ_ORDER, Words, as_meant, middle
-from ckpt_tool.quantised.codes import Array, Rectangle, rectangles
+from ckpt_tool.quantised.codecs.code_bits import (
+    Array,
+    Words,
+    find_lowest_signed,
+    pack_integers,
+    pack_nibbles,
+    unpack_awq,
+)
+from ckpt_tool.quantised.codecs.gptq import restore_zeros
+from ckpt_tool.quantised.codecs.rectangles import Rectangle, compute_line, read_rectangle
 from ckpt_tool.run.computed import ExactRecipe, Read
 from ckpt_tool.weight_schemes.declared_scheme import INEXACT
 
@@ -47,10 +55,7 @@ class _ExactRectangles(ExactRecipe):
         item = self.dtype.bits // 8
         start = offset // item
         stop = ceil_div(offset + nbytes, item)
-        parts = [
-            self._make_rectangle(read, rectangle).reshape(-1) for rectangle in rectangles(start, stop, self.shape[1])
-        ]
-        items = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        items = compute_line(lambda rectangle: self._make_rectangle(read, rectangle), start, stop, self.shape[1])
         return np.ascontiguousarray(items).view(np.uint8)[offset - start * item :][:nbytes].data
 
     @abstractmethod
@@ -62,8 +67,8 @@ class _ExactRectangles(ExactRecipe):
         words_at_once = 1 if 32 % self.bits == 0 else self.bits  # words that are whole codes
         left = rectangle.left // words_at_once * words_at_once
         right = ceil_div(rectangle.right, words_at_once) * words_at_once
-        words = _read_rectangle(read, number, rectangle._replace(left=left, right=right), wide).view(np.uint32)
-        words = order_nibbles(words) if self.order == "awq" else as_meant(words, self.bits, self.order)
+        words = read_rectangle(read, number, rectangle._replace(left=left, right=right), wide).view(np.uint32)
+        words = order_nibbles(words) if self.order == "awq" else restore_zeros(words, self.bits, self.order)
         return words[:, rectangle.left - left : rectangle.right - left]
 
 
@@ -77,17 +82,11 @@ class Packed(_ExactRectangles):
 
     def _make_rectangle(self, read: Read, rectangle: Rectangle) -> Array:
         if self.order != "awq":
-            return _read_rectangle(read, 0, rectangle, self.shape[1])
-        words_per_row = self.shape[1] // 8
+            return read_rectangle(read, 0, rectangle, self.shape[1])
         first = rectangle.left // 8
-        last = ceil_div(rectangle.right, 8)
-        rows = [
-            (row * words_per_row + first, row * words_per_row + last)
-            for row in range(8 * rectangle.low, 8 * rectangle.high)
-        ]
-        if last - first == words_per_row:
-            rows = [(rows[0][0], rows[-1][1])]
-        words = np.concatenate([read(0, *row) for row in rows]).view(np.uint32).reshape(-1, 8, last - first)
+        place = Rectangle(8 * rectangle.low, 8 * rectangle.high, first, ceil_div(rectangle.right, 8))
+        words = read_rectangle(read, 0, place, self.shape[1] // 8).view(np.uint32)
+        words = words.reshape(rectangle.rows, 8, place.columns)
         return pack_along_inputs(words)[:, rectangle.left - 8 * first : rectangle.right - 8 * first]
 
 
@@ -122,7 +121,7 @@ class RepackedScales(_ExactRectangles):
             self._check_groups(read, self.g_idx, rectangle)
         if self.zeros is not None:
             self._check_zeros(read, self.zeros, rectangle)
-        return _read_rectangle(read, 0, rectangle, self.shape[1])
+        return read_rectangle(read, 0, rectangle, self.shape[1])
 
     def _check_groups(self, read: Read, number: int, rectangle: Rectangle) -> None:
         """Raise UsageError E1471 for an input that is of another group than the one in which it lies."""
@@ -140,7 +139,7 @@ class RepackedScales(_ExactRectangles):
             left=rectangle.left // columns_at_once * step, right=ceil_div(rectangle.right, columns_at_once) * step
         )
         words = self._read_zeros(read, number, part, self.shape[1] * self.bits // 32)
-        if (words.reshape(-1, step) != middle(self.bits)).any():
+        if (words.reshape(-1, step) != list_middle_words(self.bits)).any():
             raise InconsistentCheckpoint(
                 f"a zero point is not {1 << (self.bits - 1)}, and the config says `sym: true`",
                 code=ASYMMETRIC,
@@ -164,29 +163,21 @@ class Shape(ExactRecipe):
         return np.array(self.stated, "<i8").view(np.uint8)[offset : offset + nbytes].data
 
 
-def _read_rectangle(read: Read, number: int, rectangle: Rectangle, columns: int) -> Array:
-    """A rectangle of an input, of one row or of whole ones."""
-    first = rectangle.low * columns + rectangle.left
-    last = (rectangle.high - 1) * columns + rectangle.right
-    return read(number, first, last).reshape(rectangle.high - rectangle.low, -1)
-
-
 def order_nibbles(words: Words) -> Words:
     """AWQ's words with their nibbles in the order of the columns, the first one lowest."""
-    ordered = np.zeros_like(words)
-    for place, column in enumerate(AWQ_ORDER):
-        ordered |= (words >> np.uint32(4 * place) & np.uint32(15)) << np.uint32(4 * column)
-    return ordered
+    codes = unpack_awq(words)
+    return pack_nibbles(codes.reshape(*words.shape, 8).swapaxes(-1, -2))
 
 
 def pack_along_inputs(words: Words) -> Words:
     """AWQ's codes as words along the inputs: (n, 8, w), eight inputs each, of which each word has eight outputs, as
     (n, 8 w) words of eight inputs of an output."""
-    packed = np.zeros((len(words), words.shape[2], 8), np.uint32)
-    for place, column in enumerate(AWQ_ORDER):
-        for number in range(8):
-            packed[:, :, column] |= (words[:, number] >> np.uint32(4 * place) & np.uint32(15)) << np.uint32(4 * number)
-    return packed.reshape(len(words), -1)
+    return pack_nibbles(unpack_awq(words))
+
+
+def list_middle_words(bits: int) -> Words:
+    """Words full of the zero point of a symmetric quantiser, as many as hold whole codes."""
+    return pack_integers([-find_lowest_signed(bits)] * (32 // bits if 32 % bits == 0 else 32), bits)
 
 
 def activation_order_error(name: str, at: int) -> UsageError:

@@ -8,7 +8,7 @@ under a role, and how many codes share a scale along each dim (`block`). Nobody 
       -> Quantised("m.weight", BYTES, "m.weight", {"scale": "m.weight_scale_inv"}, shape=(256, 512), block=(128, 128),
           ...)
 
-What is recognised (the arithmetic is in `quantised.floats`):
+What is recognised (the arithmetic is in `quantised.codecs.codec`):
 
     codes            beside it                          who writes it
     X    F8_*, I8    X_scale_inv                        fine-grained FP8: DeepSeek V3, Qwen3-FP8, transformers

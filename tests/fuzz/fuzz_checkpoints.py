@@ -445,8 +445,8 @@ def _floats(files: dict[str, bytes]) -> None:
     from ckpt_tool.core.tensor import TensorKey
     from ckpt_tool.errors import CkptError
     from ckpt_tool.formats import registry
+    from ckpt_tool.quantised.codecs.recipes import make_recipe
     from ckpt_tool.quantised.dequantize import _model_dtype
-    from ckpt_tool.quantised.floats import recipe
     from ckpt_tool.quantised.keep_together import found_in
     from ckpt_tool.run.computed import Input
     from ckpt_tool.sources.config import config_in
@@ -461,7 +461,7 @@ def _floats(files: dict[str, bytes]) -> None:
         _model_dtype(config)
         for weight in found.weights.values() if scheme is None or scheme.known else ():
             inputs = {name: Input(tensors[name], tree) for name in weight.names}
-            made = recipe(weight, TensorKey(weight.made), inputs, lambda each: _integers(files, each))
+            made = make_recipe(weight, TensorKey(weight.made), inputs, lambda each: _integers(files, each))
             for start in {0, max(0, made.numel - 40), made.numel // 2} if made.numel else ():
                 made.values(partial(_elements, files, made), start, min(start + 40, made.numel))
     except CkptError as fault:

@@ -1,8 +1,8 @@
 """box_dequantise against quantised/: every code times every power of two, blocks of any size, boxes that begin
 anywhere.
 
-The oracle is the recipe that the CPU uses (`Weight.values`, tables and products of NumPy, then compute.cast), on whole
-tensors; the kernel makes a box of them out of codes that lie in rows of their own length.
+The oracle is the recipe that the CPU uses (`codec.Dequantized`, tables and products of NumPy, then compute.cast), on
+whole tensors; the kernel makes a box of them out of codes that lie in rows of their own length.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from ckpt_tool.device.descriptors import magic
 from ckpt_tool.device.kernels import box_dequantise
 from ckpt_tool.device.library import Device
 from ckpt_tool.errors import InternalError, StorageError
-from ckpt_tool.quantised.codes import ScaleGrid
-from ckpt_tool.quantised.floats import Weight
+from ckpt_tool.quantised.codecs.code_bits import FP4
+from ckpt_tool.quantised.codecs.codec import Bytes as ByteCodes
+from ckpt_tool.quantised.codecs.codec import Codec, CodeReader, Dequantized, Halves, Step, byte_table, list_values
+from ckpt_tool.quantised.codecs.scale_grid import RowBlocks, ScaleGrid
 from ckpt_tool.run.compute import cast, numpy_type
-from ckpt_tool.weight_schemes.quantised_weights import BYTES, NIBBLES
 
 CODES = [DTYPES[name] for name in ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8", "F4")]
 TARGETS = [DTYPES[name] for name in ("F32", "BF16", "F16")]
@@ -47,9 +48,12 @@ class Tensor(NamedTuple):
         """(all of it as `target`, as fp32), as the CPU makes them."""
         matrices, rows, columns = self.shape
         step = self.scales.shape[1] if self.scales.shape[0] > 1 or matrices == 1 else 0
-        grid = ScaleGrid(1, self.scale_dtype, rows, step, self.scales.shape[2], self.block, "w_scale")
-        codes = NIBBLES if self.dtype.bits == 4 else BYTES
-        weight = Weight(TensorKey("w", "model"), self.shape, (), "", codes, self.dtype, self.dtype.bits, grid)
+        height, width = self.block
+        grid = ScaleGrid(1, self.scale_dtype, self.scales.shape[2], width, "w_scale")
+        halves: CodeReader = Halves(columns, list_values(FP4))
+        codes = halves if self.dtype.bits == 4 else ByteCodes(columns, byte_table(self.dtype))
+        codec = Codec(columns, codes, RowBlocks(rows, step, height), (Step(np.multiply, grid),))
+        weight = Dequantized(TensorKey("w", "model"), self.shape, (), "", codec)
         numel = matrices * rows * columns
 
         def read(number: int, start: int, stop: int) -> npt.NDArray[Any]:

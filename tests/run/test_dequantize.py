@@ -13,7 +13,7 @@ from ckpt_tool.core.box import whole
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, InternalError
-from ckpt_tool.quantised.floats import states
+from ckpt_tool.quantised.codecs.paddle_moments import find_paddle_states
 from ckpt_tool.run.computed import ComputedTree
 from ckpt_tool.storage.safetensors_files.safetensors_file import read_header
 from ckpt_tool.storage.source import Tree
@@ -27,7 +27,7 @@ class View:
     """The states that are made, and the tree they lie in."""
 
     def __init__(self, tensors: list[LogicalTensor], source: Tree) -> None:
-        found = states(tensors, source)
+        found = find_paddle_states(tensors, source)
         self.used = found.used
         self.tree = ComputedTree("dequantised", found.recipes) if found.recipes else source
         self.tensors = self.tree.tensors if isinstance(self.tree, ComputedTree) else ()

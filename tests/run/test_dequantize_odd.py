@@ -14,7 +14,7 @@ from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import CkptError
-from ckpt_tool.quantised.floats import recipe
+from ckpt_tool.quantised.codecs.recipes import make_recipe
 from ckpt_tool.run.computed import ComputedTree, Input
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.weight_schemes.quantised_weights import TensorKind, find
@@ -105,7 +105,8 @@ def test_floats_or_an_error_of_ours(seed: int, tmp_path: Path) -> None:
         for weight in found.weights.values():
             inputs = {name: Input(tensors[name], tree) for name in weight.names}
             try:
-                made = ComputedTree("odd", [recipe(weight, TensorKey("w"), inputs, lambda _, stated=stated: stated)])
+                recipe = make_recipe(weight, TensorKey("w"), inputs, lambda _, stated=stated: stated)
+                made = ComputedTree("odd", [recipe])
                 numel = made.tensors[0].numel
                 line = made.read("model/w", 0, 4 * numel)
                 for start in (draw.randrange(numel) for _ in range(3 if numel else 0)):

@@ -18,9 +18,10 @@ from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.options.reading import Reading
-from ckpt_tool.quantised.codes import list_byte_values, rectangles, unpack_codes
+from ckpt_tool.quantised.codecs.code_bits import list_byte_values, unpack_rows
+from ckpt_tool.quantised.codecs.recipes import make_recipe, transpose_view
+from ckpt_tool.quantised.codecs.rectangles import rectangles
 from ckpt_tool.quantised.dequantize import small_numbers
-from ckpt_tool.quantised.floats import recipe, transpose_view
 from ckpt_tool.quantised.keep_together import found_in, model_kinds
 from ckpt_tool.run.compute import cast
 from ckpt_tool.run.computed import ComputedTree, Input
@@ -36,7 +37,7 @@ def floats_of(file: Path, config: dict[str, Any] | None = None) -> tuple[Compute
     _, found = found_in(model_kinds(tensors.values()), config)
     assert not found.faults, found.faults
     recipes = [
-        recipe(
+        make_recipe(
             weight,
             TensorKey(weight.made),
             {name: Input(tensors[name], opened.tree) for name in weight.names},
@@ -187,7 +188,8 @@ def test_codes_of_any_width(bits: int, count: int, data: st.DataObject) -> None:
     words = -(-count * bits // 32)
     line = sum(value << (k * bits) for k, value in enumerate(values)).to_bytes(4 * words, "little")
     first = data.draw(st.integers(0, count - 1))
-    found = unpack_codes(np.frombuffer(line, np.uint8).reshape(1, -1), bits, first * bits, count - first)
+    stream = np.frombuffer(line, np.uint8).reshape(1, -1)
+    found = unpack_rows(stream, bits, first * bits, count - first, lowest=-(1 << (bits - 1)))
     assert found[0].tolist() == [value - (1 << (bits - 1)) for value in values[first:]]
 
 

@@ -34,7 +34,7 @@ from ckpt_tool.device.quantising import FLOATS as FLOATS_TO_QUANTISE
 from ckpt_tool.device.quantising import FloatBox, pack_floats
 from ckpt_tool.errors import StorageError
 from ckpt_tool.quantised import nearest_codes
-from ckpt_tool.quantised.codes import list_byte_values
+from ckpt_tool.quantised.codecs.code_bits import list_byte_values
 from ckpt_tool.run import compute
 from ckpt_tool.run.compare import Worst, differ
 from ckpt_tool.run.digest import LEAF

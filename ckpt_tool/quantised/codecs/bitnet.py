@@ -18,51 +18,42 @@ import numpy as np
 
 from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.tensor import TensorKey
-from ckpt_tool.quantised.codes import Floats, Rectangle, as_floats, rectangles
-from ckpt_tool.run.computed import Input, Read, Recipe
+from ckpt_tool.quantised.codecs.code_bits import Floats
+from ckpt_tool.quantised.codecs.codec import Codec, Dequantized, InputList, Step
+from ckpt_tool.quantised.codecs.rectangles import Rectangle, read_rectangle
+from ckpt_tool.quantised.codecs.scale_grid import OneNumber, RowBlocks
+from ckpt_tool.run.computed import Input, Read
 from ckpt_tool.weight_schemes.quantised_weights import TRIT_SCALES, Quantised
 
 _DIVIDED, _ = TRIT_SCALES
 
 
-@dataclass(frozen=True, eq=False)
-class Trits(Recipe):
-    """One weight. Inputs: bytes, the scale."""
+@dataclass(frozen=True, slots=True)
+class Trits:
+    """Codes of two bits, four rows a byte."""
 
-    divides: bool  # is the code divided by it?
+    rows: int
+    columns: int
 
-    def values(self, read: Read, start: int, stop: int) -> Floats:
-        scale = self.inputs[1].tensor
-        factor = as_floats(read(1, 0, 1), scale.dtype, scale.key.name)[0]
-        parts = [self._codes(read, where).reshape(-1) for where in rectangles(start, stop, self.shape[1])]
-        codes = parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-        with np.errstate(all="ignore"):  # a scale of 0 gives what it gives in PyTorch
-            found: Floats = codes / factor if self.divides else codes * factor
-        return found
-
-    def _codes(self, read: Read, where: Rectangle) -> Floats:
-        """The codes of a rectangle, quarter by quarter of the rows."""
-        columns = self.shape[1]
-        quarter = self.shape[0] // 4
-        found = np.empty((where.high - where.low, where.right - where.left), np.float32)
-
-        for number in range(where.low // quarter, ceil_div(where.high, quarter)):
-            low = max(where.low, number * quarter)
-            high = min(where.high, (number + 1) * quarter)
-            first = low - number * quarter
-            last = high - number * quarter
-            begin = first * columns + where.left
-            end = (last - 1) * columns + where.right
-            stored = np.zeros((high - low) * columns, np.uint8)
-            stored[where.left : where.left + end - begin] = read(0, begin, end)
-            rows = stored.reshape(high - low, columns)[:, where.left : where.right]
-            found[low - where.low : high - where.low] = (rows >> (2 * number) & 3).astype(np.float32)
-        return found - np.float32(1)
+    def read_codes(self, read: Read, rectangle: Rectangle) -> Floats:
+        quarter_rows = self.rows // 4
+        codes = np.empty((rectangle.rows, rectangle.columns), np.float32)
+        for quarter in range(rectangle.low // quarter_rows, ceil_div(rectangle.high, quarter_rows)):
+            low = max(rectangle.low, quarter * quarter_rows)
+            high = min(rectangle.high, (quarter + 1) * quarter_rows)
+            place = rectangle._replace(low=low - quarter * quarter_rows, high=high - quarter * quarter_rows)
+            stored = read_rectangle(read, 0, place, self.columns).view(np.uint8)
+            codes[low - rectangle.low : high - rectangle.low] = stored >> np.uint8(2 * quarter) & np.uint8(3)
+        return codes - np.float32(1)
 
 
-def trits(weight: Quantised, key: TensorKey, of: Mapping[str, Input]) -> Trits:
-    """How a weight of TRITS is made."""
-    inputs = (of[weight.lead], of[weight.parts["scale"]])
+def make_bitnet(weight: Quantised, key: TensorKey, inputs_by_name: Mapping[str, Input]) -> Dequantized:
+    """The floats of a weight of TRITS codes."""
+    inputs = InputList(weight, inputs_by_name)
+    number, scale = inputs.add("scale")
+    rows, columns = weight.shape
+    operation = np.divide if weight.order == _DIVIDED else np.multiply
+    step = Step(operation, OneNumber.of(number, scale.tensor))
+    codec = Codec(columns, Trits(rows, columns), RowBlocks(rows, 1, rows), (step,))
     text = f"dequantised bitnet {weight.order} {weight.shape}"
-    return Trits(key, weight.shape, inputs, text, weight.order == _DIVIDED)
+    return Dequantized(key, weight.shape, tuple(inputs.inputs), text, codec)

@@ -24,119 +24,131 @@ import numpy as np
 
 from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.tensor import TensorKey
-from ckpt_tool.errors import CkptError, InconsistentCheckpoint, UsageError
-from ckpt_tool.quantised.codes import Floats, as_floats, list_byte_values, rectangles
-from ckpt_tool.run.compute import looked_up
-from ckpt_tool.run.computed import Input, Read, Recipe
+from ckpt_tool.errors import CkptError, UsageError
+from ckpt_tool.quantised.codecs.code_bits import Floats
+from ckpt_tool.quantised.codecs.codec import Bytes, Codec, Dequantized, Grid, Halves, InputList, Step, Table, byte_table
+from ckpt_tool.quantised.codecs.rectangles import Rectangle
+from ckpt_tool.quantised.codecs.scale_grid import Constant, RowBlocks, ScaleGrid, misfit_error
+from ckpt_tool.run.computed import Input, Read
 from ckpt_tool.storage.texts.strict_json import parse
 from ckpt_tool.weight_schemes.quantised_weights import Quantised
 
-SHAPE = "E1462"
 UNKNOWN = "E1464"
-_OF_127 = np.float32(7.874015718698502e-3)
+_ONE_127TH = np.float32(7.874015718698502e-3)
 _LANES = 16  # values that bitsandbytes' loop for AVX-512 takes at once
 _TORCH_BLOCK = 2048  # values of a block from which on it leaves that loop to PyTorch
-Numbers = Callable[[Input], Sequence[int]]
+ReadNumbers = Callable[[Input], Sequence[int]]
 
 
-@dataclass(frozen=True, eq=False)
-class Tabled(Recipe):
-    """A weight of 4 bits. Inputs: codes, absmax, quant_map, and nested_absmax and nested_quant_map where there are
-    such."""
+@dataclass(frozen=True, slots=True)
+class NestedScales:
+    """Scales that are codes of a table themselves, times scales of blocks of them."""
 
-    block: int  # values that share a scale
-    signed: bool  # is code 8 a negative zero, whatever the table says?
-    nested: tuple[int, float]  # scales that share one, and what is added to them
+    codes: int  # the inputs that hold the codes, their scales and the table
+    scales: ScaleGrid  # one a block of codes
+    table: int
+    offset: np.float32  # what is added to every product
 
-    def values(self, read: Read, start: int, stop: int) -> Floats:
-        item = self.inputs[0].tensor.dtype.bits // 8
-        first = start // 2 // item
-        stored = read(0, first, ceil_div(ceil_div(stop, 2), item)).view(np.uint8)
-        codes = np.stack([stored >> 4, stored & 15], axis=1).reshape(-1)[start - 2 * first * item :][: stop - start]
-        low = start // self.block
-        high = ceil_div(stop, self.block)
-        scales = np.repeat(self._read_scales(read, low, high), self.block)[start - low * self.block :][: stop - start]
-        table = read(2, 0, 16).copy()
-        if self.signed:
-            table[8] = -abs(table[8])
-        with np.errstate(all="ignore"):  # what overflows is infinite, as it is for bitsandbytes
-            values: Floats = table[codes] * scales
-            return values
-
-    def _read_scales(self, read: Read, low: int, high: int) -> Floats:
-        stored = read(1, low, high)
-        if not self.nested[0]:
-            return as_floats(stored, self.inputs[1].tensor.dtype, self.inputs[1].tensor.key.name)
-        first = low // self.nested[0]
-        last = ceil_div(high, self.nested[0])
-        nested_absmax = self.inputs[3].tensor
-        upper = np.repeat(as_floats(read(3, first, last), nested_absmax.dtype, nested_absmax.key.name), self.nested[0])
-        with np.errstate(all="ignore"):
-            scales: Floats = read(4, 0, 256)[stored] * upper[low - first * self.nested[0] :][: high - low]
-            return scales + np.float32(self.nested[1])
+    def read_rows(self, read: Read, low: int, high: int, rectangle: Rectangle) -> Floats:
+        """Scales [low, high), one a row."""
+        block = self.scales.width
+        first = low // block
+        stored = read(self.codes, low, high)
+        nested = self.scales.widen(read(self.scales.input, first, ceil_div(high, block)))
+        scales = read(self.table, 0, 256)[stored] * np.repeat(nested, block)[low - first * block :][: high - low]
+        offset_scales: Floats = scales + self.offset
+        return offset_scales.reshape(-1, 1)
 
 
-@dataclass(frozen=True, eq=False)
-class Bytes127(Recipe):
-    """A weight of 8 bits. Inputs: codes, the largest magnitude of each row."""
+def read_table(number: int, *, has_negative_zero: bool) -> Table:
+    """The sixteen floats that input `number` holds. has_negative_zero: is that of code 8 -0, whatever the table
+    says?"""
 
-    def values(self, read: Read, start: int, stop: int) -> Floats:
-        codes = self.inputs[0].tensor
-        scales = self.inputs[1].tensor
-        values = looked_up(list_byte_values(codes.dtype), read(0, start, stop).view(np.uint8))
-        for rectangle in rectangles(start, stop, self.shape[1]):
-            first = rectangle.low * self.shape[1] + rectangle.left
-            last = (rectangle.high - 1) * self.shape[1] + rectangle.right
-            rows = values[first - start : last - start].reshape(rectangle.high - rectangle.low, -1)
-            rows *= as_floats(read(1, rectangle.low, rectangle.high), scales.dtype, scales.key.name)[:, None]
-        values *= _OF_127
+    def read_values(read: Read) -> Floats:
+        values: Floats = read(number, 0, 16)
+        if has_negative_zero:
+            values[8] = -abs(values[8])
         return values
 
+    return read_values
 
-def make_bytes_127_recipe(weight: Quantised, key: TensorKey, of: Mapping[str, Input], numbers: Numbers) -> Bytes127:
-    """How a weight of 8 bits is made. Raises UsageError E1464 for one in an order of its own."""
+
+def make_int8(
+    weight: Quantised, key: TensorKey, inputs_by_name: Mapping[str, Input], read_numbers: ReadNumbers
+) -> Dequantized:
+    """The floats of a weight of 8 bits. Raises UsageError E1464 for codes in an order of a GPU's own."""
     order = weight.parts.get("weight_format")
-    if order is not None and [*numbers(of[order])] != [0]:
+    if order is not None and [*read_numbers(inputs_by_name[order])] != [0]:
         raise UsageError(
             "the codes are in an order of some GPU's own (weight_format is not 0)",
             code=UNKNOWN,
             key=weight.lead,
             hint="load the model with bitsandbytes and save it again: it writes rows",
         )
-    inputs = (of[weight.lead], of[weight.parts["scale"]])
-    return Bytes127(key, weight.shape, inputs, f"dequantised bitsandbytes int8 {weight.shape}")
+
+    inputs = InputList(weight, inputs_by_name)
+    rows, columns = weight.shape
+    number, scale = inputs.add("scale")
+    scales = ScaleGrid(number, scale.tensor.dtype, 1, columns, scale.tensor.key.name)
+    steps = (Step(np.multiply, scales), Step(np.multiply, Constant(_ONE_127TH)))
+    codes = Bytes(columns, byte_table(inputs.inputs[0].tensor.dtype))
+    codec = Codec(columns, codes, RowBlocks(rows, rows), steps)
+    return Dequantized(key, weight.shape, tuple(inputs.inputs), f"dequantised bitsandbytes int8 {weight.shape}", codec)
 
 
-def make_tabled_recipe(weight: Quantised, key: TensorKey, of: Mapping[str, Input], numbers: Numbers) -> Tabled:
-    """How a weight of 4 bits is made, of the shape that its state says. Raises InconsistentCheckpoint E1462 for a state
-    that does not say what it has to, or says what does not fit."""
+def make_4bit(
+    weight: Quantised, key: TensorKey, inputs_by_name: Mapping[str, Input], read_numbers: ReadNumbers
+) -> Dequantized:
+    """The floats of a weight of 4 bits, of the shape that its state says.
+
+    Raises InconsistentCheckpoint E1462 for a state that does not say what it has to, or says what does not fit.
+    """
     name = weight.parts["state"]
-    state = _state(name, bytes(numbers(of[name])))
-    scales = of[weight.parts["scale"]].tensor
-    shape, (block,) = _sizes(name, state.get("shape")), _sizes(name, [state.get("blocksize")])
-    if not 0 <= weight.shape[0] - prod(shape) < 2:
-        raise _fault(name, f"a weight of {list(shape)} is not {weight.shape[0]} codes")
-    if ceil_div(prod(shape), block) != scales.numel:
-        raise _fault(weight.parts["scale"], f"{scales.numel} scales for {prod(shape)} values in blocks of {block}")
+    state = _parse_state(name, bytes(read_numbers(inputs_by_name[name])))
+    shape = _check_sizes(name, state.get("shape"))
+    (block,) = _check_sizes(name, [state.get("blocksize")])
+    numel = prod(shape)
 
-    inputs = [of[weight.lead], of[weight.parts["scale"]], of[weight.parts["quant_map"]]]
+    inputs = InputList(weight, inputs_by_name)
+    number, scale = inputs.add("scale")
+    if not 0 <= weight.shape[0] - numel < 2:
+        raise misfit_error(name, f"a weight of {list(shape)} is not {weight.shape[0]} codes")
+    if ceil_div(numel, block) != scale.tensor.numel:
+        raise misfit_error(
+            weight.parts["scale"], f"{scale.tensor.numel} scales for {numel} values in blocks of {block}"
+        )
+
+    table, _ = inputs.add("quant_map")
+    scales: Grid = ScaleGrid(number, scale.tensor.dtype, 1, block, scale.tensor.key.name)
     nested = (0, 0.0)
     if "nested_absmax" in weight.parts:
-        nested_absmax = of[weight.parts["nested_absmax"]]
-        offset = state.get("nested_offset")
-        (nested_block,) = _sizes(name, [state.get("nested_blocksize")])
-        if ceil_div(scales.numel, nested_block) != nested_absmax.tensor.numel:
-            raise _fault(
-                name, f"{nested_absmax.tensor.numel} scales of {scales.numel} scales in blocks of {nested_block}"
-            )
-        if not isinstance(offset, float):
-            raise _fault(name, f"nested_offset is {offset}")
-        inputs += [nested_absmax, of[weight.parts["nested_quant_map"]]]
-        nested = nested_block, offset
+        nested = _read_nesting(name, state, scale, inputs_by_name[weight.parts["nested_absmax"]])
+        nested_number, nested_scale = inputs.add("nested_absmax")
+        nested_table, _ = inputs.add("nested_quant_map")
+        nested_grid = ScaleGrid(nested_number, nested_scale.tensor.dtype, 1, nested[0], nested_scale.tensor.key.name)
+        scales = NestedScales(number, nested_grid, nested_table, np.float32(nested[1]))
 
+    # The line is seen as a matrix with a block in each row.
     signed = name.endswith("fp4") and has_negative_zero(shape, block)
+    item = inputs.inputs[0].tensor.dtype.bits // 8
+    codes = Halves(block, read_table(table, has_negative_zero=signed), item, high_first=True)
+    rows = ceil_div(numel, block)
+    codec = Codec(block, codes, RowBlocks(rows, rows), (Step(np.multiply, scales),))
     text = f"dequantised bitsandbytes 4 {block} {signed} {nested} {shape}"
-    return Tabled(key, shape, tuple(inputs), text, block, signed, nested)
+    return Dequantized(key, shape, tuple(inputs.inputs), text, codec)
+
+
+def _read_nesting(name: str, state: Mapping[str, Any], scale: Input, nested_scale: Input) -> tuple[int, float]:
+    """(scales that share a scale, what is added to each) as a state says it of scales that are codes."""
+    (block,) = _check_sizes(name, [state.get("nested_blocksize")])
+    count = scale.tensor.numel
+    nested_count = nested_scale.tensor.numel
+    if ceil_div(count, block) != nested_count:
+        raise misfit_error(name, f"{nested_count} scales of {count} scales in blocks of {block}")
+    offset = state.get("nested_offset")
+    if not isinstance(offset, float):
+        raise misfit_error(name, f"nested_offset is {offset}")
+    return block, offset
 
 
 def has_negative_zero(shape: Sequence[int], block: int) -> bool:
@@ -158,26 +170,20 @@ def has_negative_zero(shape: Sequence[int], block: int) -> bool:
 
 def shape_in_state(name: str, numbers: Sequence[int]) -> tuple[int, ...]:
     """The shape that a state says, of its bytes. Raises InconsistentCheckpoint E1462 where it says none."""
-    return _sizes(name, _state(name, bytes(numbers)).get("shape"))
+    return _check_sizes(name, _parse_state(name, bytes(numbers)).get("shape"))
 
 
-def _state(name: str, raw: bytes) -> dict[str, Any]:
+def _parse_state(name: str, raw: bytes) -> dict[str, Any]:
     try:
         state = parse(raw, path=name)
     except CkptError as e:
-        raise _fault(name, e.message) from e
+        raise misfit_error(name, e.message) from e
     if not isinstance(state, dict):
-        raise _fault(name, "it is no JSON object")
+        raise misfit_error(name, "it is no JSON object")
     return state
 
 
-def _sizes(name: str, stated: Any) -> tuple[int, ...]:
-    if not isinstance(stated, list) or not all(type(n) is int and 0 < n < 1 << 48 for n in stated):
-        raise _fault(name, f"{stated} are no sizes")
-    return tuple(stated)
-
-
-def _fault(name: str, what: str) -> InconsistentCheckpoint:
-    return InconsistentCheckpoint(
-        f"{name}: {what}", code=SHAPE, key=name, hint="do all files belong to one checkpoint? fetch it again"
-    )
+def _check_sizes(name: str, sizes: Any) -> tuple[int, ...]:
+    if not isinstance(sizes, list) or not all(type(n) is int and 0 < n < 1 << 48 for n in sizes):
+        raise misfit_error(name, f"{sizes} are no sizes")
+    return tuple(sizes)

@@ -28,7 +28,8 @@ from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.installation import install_command
 from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.errors import UsageError
-from ckpt_tool.quantised.codes import Array, Floats, not_finite, widen_to_f32
+from ckpt_tool.quantised.codecs.code_bits import Array, Floats
+from ckpt_tool.quantised.codecs.scale_grid import not_finite_error, widen_to_f32
 from ckpt_tool.run.computed import ExactRecipe, Lend, Read, Recipe
 from ckpt_tool.weight_schemes.ggml_types import NO_FLOATS, GgufType, is_big, kind_of
 
@@ -161,7 +162,7 @@ class BlocksOfFloats(ExactRecipe):
                     at = (block + first) * kind.elements + int(np.argmin(finite))
                     tensor = self.inputs[0].tensor
                     index = [int(i) for i in np.unravel_index(at, tensor.shape)]
-                    raise not_finite(str(tensor.key), index, "--gguf-type bf16 keeps it")
+                    raise not_finite_error(str(tensor.key), index, "--gguf-type bf16 keeps it")
                 tile[...] = _encode_by_library(kind, floats).reshape(tile.shape)
 
 

@@ -13,52 +13,24 @@ What it does not do: quantise.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 
-from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, UsageError
 from ckpt_tool.formats.state_dict.coded import part_of, shape_of_codes
-from ckpt_tool.quantised.codes import Floats, as_floats, list_byte_values
-from ckpt_tool.quantised.floats import LACKING, SCALES, States
-from ckpt_tool.run.compute import looked_up
-from ckpt_tool.run.computed import Input, Read, Recipe
+from ckpt_tool.quantised.codecs.codec import Bytes, Codec, Dequantized, Halves, Step, Table, byte_table
+from ckpt_tool.quantised.codecs.paddle_moments import LACKING, SCALES, States
+from ckpt_tool.quantised.codecs.scale_grid import RowBlocks, ScaleGrid
+from ckpt_tool.run.computed import Input
 from ckpt_tool.storage.pickles.coded_states import CODES, QMAP, SCALE
 from ckpt_tool.storage.source import Tree
 
 KEPT = "E1469"
 
 
-@dataclass(frozen=True, eq=False)
-class Coded(Recipe):
-    """One state. Inputs: codes, scales, and the table of values where there is one."""
-
-    bits: int  # of a code
-    block: int  # elements that share a scale
-
-    def values(self, read: Read, start: int, stop: int) -> Floats:
-        first = start * self.bits // 8
-        last = ceil_div(stop * self.bits, 8)
-        codes = read(0, first, last).view(np.uint8)
-        if self.bits == 4:
-            codes = np.stack([codes >> 4, codes & 15], axis=1).reshape(-1)[start - 2 * first :][: stop - start]
-        if len(self.inputs) > 2:
-            table = np.zeros(256, np.float32)
-            table[: 1 << self.bits] = read(2, 0, 1 << self.bits)
-        else:
-            table = list_byte_values(self.inputs[0].tensor.dtype)
-        low = start // self.block
-        high = ceil_div(stop, self.block)
-        scale = self.inputs[1].tensor
-        scales = np.repeat(as_floats(read(1, low, high), scale.dtype, str(scale.key)), self.block)
-        with np.errstate(all="ignore"):
-            return looked_up(table, np.ascontiguousarray(codes)) * scales[start - low * self.block :][: stop - start]
-
-
-def coded_states(tensors: Iterable[LogicalTensor], source: Tree) -> States:
+def find_torchao_states(tensors: Iterable[LogicalTensor], source: Tree) -> States:
     """The states among `tensors`, of `source`, that are kept as codes.
 
     Raises Incomplete E1363 for codes without their scales, InconsistentCheckpoint E1362 for parts that do not fit.
@@ -68,14 +40,14 @@ def coded_states(tensors: Iterable[LogicalTensor], source: Tree) -> States:
         part = part_of(tensor.key.state)
         if part is not None:
             states.setdefault(TensorKey(tensor.key.name, part[0]), {})[part[1]] = tensor
-    recipes = tuple(_recipe(key, parts, source) for key, parts in states.items())
+    recipes = tuple(_make_recipe(key, parts, source) for key, parts in states.items())
     used = frozenset(tensor.key for parts in states.values() for tensor in parts.values())
     paths = {key: parts[CODES].path for key, parts in states.items()}
     source_paths = {key: (*path[:-1], str(path[-1]).removesuffix(f"@{CODES}")) for key, path in paths.items() if path}
     return States(recipes, used, source_paths)
 
 
-def _recipe(key: TensorKey, parts: dict[str, LogicalTensor], source: Tree) -> Coded:
+def _make_recipe(key: TensorKey, parts: dict[str, LogicalTensor], source: Tree) -> Dequantized:
     codes, scale, qmap = (parts.get(name) for name in (CODES, SCALE, QMAP))
     if codes is None or scale is None or (qmap is None) != codes.dtype.name.startswith("F8"):
         raise Incomplete(
@@ -95,8 +67,18 @@ def _recipe(key: TensorKey, parts: dict[str, LogicalTensor], source: Tree) -> Co
             key=str(scale.key),
             hint="the files come from two saves: fetch all files of one",
         )
+    columns = numel // blocks
     inputs = tuple(Input(part, source) for part in (codes, scale, qmap) if part is not None)
-    return Coded(key, shape, inputs, f"dequantised torchao {codes.dtype.name} {bits} {blocks}", bits, numel // blocks)
+    table = _read_table(bits) if qmap is not None else byte_table(codes.dtype)
+    reader = Bytes(columns, table) if bits == 8 else Halves(columns, table, high_first=True)
+    step = Step(np.multiply, ScaleGrid(1, scale.dtype, 1, columns, str(scale.key)))
+    codec = Codec(columns, reader, RowBlocks(blocks, blocks), (step,))
+    return Dequantized(key, shape, inputs, f"dequantised torchao {codes.dtype.name} {bits} {blocks}", codec)
+
+
+def _read_table(bits: int) -> Table:
+    """The floats that codes of so many bits stand for, of input 2."""
+    return lambda read: read(2, 0, 1 << bits)
 
 
 def refuse_codes(tensors: Sequence[LogicalTensor]) -> None:

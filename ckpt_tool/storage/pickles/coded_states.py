@@ -8,9 +8,10 @@
     OptimState4bit   U8, two a byte, the high half first     qmap[half]             row-major line of the state
     OptimStateFp8    F8_E4M3, of the state's shape           the code itself
 
-Every value is that times its block's scale, in fp32 (`quantised.floats`). A pickle holds `_rebuild_from_type_v2(
-_rebuild_wrapper_subclass, class, (class, dtype, size, ...), state)`; the tensors lie in the state, and no code of the
-class is needed to read them. The dtype is what the state poses as; values are fp32 whatever it says.
+Every value is that times its block's scale, in fp32 (`quantised.codecs.torchao_states`). A pickle holds
+`_rebuild_from_type_v2( _rebuild_wrapper_subclass, class, (class, dtype, size, ...), state)`; the tensors lie in the
+state, and no code of the class is needed to read them. The dtype is what the state poses as; values are fp32 whatever
+it says.
 
 Source: torchao 0.18.0 `optim/subclass_8bit.py`, `subclass_4bit.py`, `subclass_fp8.py`, `quant_utils.py`
 (`dequant_with_qmap`); until 0.9 the modules were `torchao.prototype.low_bit_optim.subclass_*`.
