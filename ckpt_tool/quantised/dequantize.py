@@ -174,7 +174,7 @@ def _replace_weights(
     writing: Writing,
     config: Mapping[str, Any] | None,
 ) -> Chosen:
-    from ckpt_tool.quantised.codecs.recipes import make_recipe, transpose_view
+    from ckpt_tool.quantised.codecs.choose_codec import make_recipe, transpose_view
     from ckpt_tool.run.computed import Input
 
     tree = chosen.sources[0].tree

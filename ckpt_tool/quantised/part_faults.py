@@ -50,7 +50,7 @@ def _as_error(fault: WeightFault) -> CkptError:
 
 def _find_value_faults(opened: Opened, found: FoundWeights, state: str) -> list[CkptError]:
     """What the values of small parts contradict: a recipe of each weight is made, and none is carried out."""
-    from ckpt_tool.quantised.codecs.recipes import make_recipe
+    from ckpt_tool.quantised.codecs.choose_codec import make_recipe
     from ckpt_tool.run.computed import Input
 
     faults: list[CkptError] = []

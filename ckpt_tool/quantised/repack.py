@@ -96,7 +96,7 @@ def repack(chosen: Chosen, job: Conversion) -> Chosen:
         dtypes={},
         notes=(f"{len(planned)} weights are repacked as {writing.repack} stores them, the same values ({OPTION})",),
     )
-    from ckpt_tool.quantised.codecs.recipes import transpose_view
+    from ckpt_tool.quantised.codecs.choose_codec import transpose_view
 
     # All parts but the shape are computed the other way round, and shown transposed.
     transposed = {

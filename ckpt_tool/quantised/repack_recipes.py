@@ -8,8 +8,8 @@ are read.
 
 Both store an integer q of n bits as itself where compressed-tensors stores value + 2^(n - 1), and take q - zero for
 value - zero: the bits are the same. So what is made here are matrices with inputs or groups as rows, which are shown
-turned (`recipes.transpose_view`): GPTQ's codes and all scales byte for byte, zero points with what GPTQ's first version
-takes off put back (`gptq.restore_zeros`), AWQ's words with their nibbles in order, and along the inputs.
+turned (`choose_codec.transpose_view`): GPTQ's codes and all scales byte for byte, zero points with what GPTQ's first
+version takes off put back (`gptq.restore_zeros`), AWQ's words with their nibbles in order, and along the inputs.
 
 What the tensors that are left out would say is looked at where the scales are read: that each input is of the group in
 which it lies (`g_idx`), and that zero points of a symmetric quantiser are the middle.

@@ -17,7 +17,7 @@ taken for floats, or left behind, in silence.
       -> WeightFault("m.weight_scale", "scales of shape [1], by the config [2, 4]", lacking=False)
 
 Sources: those of `weight_schemes.quantised_weights` and `weight_schemes.declared_scheme`. Cost: some us a weight. What
-it does not do: read values (`recipes.make_recipe` compares those that say a shape)."""
+it does not do: read values (`choose_codec.make_recipe` compares those that say a shape)."""
 
 from __future__ import annotations
 

@@ -445,7 +445,7 @@ def _floats(files: dict[str, bytes]) -> None:
     from ckpt_tool.core.tensor import TensorKey
     from ckpt_tool.errors import CkptError
     from ckpt_tool.formats import registry
-    from ckpt_tool.quantised.codecs.recipes import make_recipe
+    from ckpt_tool.quantised.codecs.choose_codec import make_recipe
     from ckpt_tool.quantised.dequantize import _model_dtype
     from ckpt_tool.quantised.keep_together import found_in
     from ckpt_tool.run.computed import Input

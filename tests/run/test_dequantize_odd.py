@@ -14,7 +14,7 @@ from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.errors import CkptError
-from ckpt_tool.quantised.codecs.recipes import make_recipe
+from ckpt_tool.quantised.codecs.choose_codec import make_recipe
 from ckpt_tool.run.computed import ComputedTree, Input
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.weight_schemes.quantised_weights import TensorKind, find

@@ -18,8 +18,8 @@ from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.options.reading import Reading
+from ckpt_tool.quantised.codecs.choose_codec import make_recipe, transpose_view
 from ckpt_tool.quantised.codecs.code_bits import list_byte_values, unpack_rows
-from ckpt_tool.quantised.codecs.recipes import make_recipe, transpose_view
 from ckpt_tool.quantised.codecs.rectangles import rectangles
 from ckpt_tool.quantised.dequantize import small_numbers
 from ckpt_tool.quantised.keep_together import found_in, model_kinds

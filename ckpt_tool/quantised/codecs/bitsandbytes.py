@@ -26,9 +26,19 @@ from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.errors import CkptError, UsageError
 from ckpt_tool.quantised.codecs.code_bits import Floats
-from ckpt_tool.quantised.codecs.codec import Bytes, Codec, Dequantized, Grid, Halves, InputList, Step, Table, byte_table
+from ckpt_tool.quantised.codecs.codec import (
+    Bytes,
+    Codec,
+    Dequantized,
+    Halves,
+    InputList,
+    OperandGrid,
+    Step,
+    Table,
+    byte_table,
+)
 from ckpt_tool.quantised.codecs.rectangles import Rectangle
-from ckpt_tool.quantised.codecs.scale_grid import Constant, RowBlocks, ScaleGrid, misfit_error
+from ckpt_tool.quantised.codecs.scale_grid import FixedNumber, RowBlocks, ScaleGrid, misfit_error
 from ckpt_tool.run.computed import Input, Read
 from ckpt_tool.storage.texts.strict_json import parse
 from ckpt_tool.weight_schemes.quantised_weights import Quantised
@@ -90,7 +100,7 @@ def make_int8(
     rows, columns = weight.shape
     number, scale = inputs.add("scale")
     scales = ScaleGrid(number, scale.tensor.dtype, 1, columns, scale.tensor.key.name)
-    steps = (Step(np.multiply, scales), Step(np.multiply, Constant(_ONE_127TH)))
+    steps = (Step(np.multiply, scales), Step(np.multiply, FixedNumber(_ONE_127TH)))
     codes = Bytes(columns, byte_table(inputs.inputs[0].tensor.dtype))
     codec = Codec(columns, codes, RowBlocks(rows, rows), steps)
     return Dequantized(key, weight.shape, tuple(inputs.inputs), f"dequantised bitsandbytes int8 {weight.shape}", codec)
@@ -119,7 +129,7 @@ def make_4bit(
         )
 
     table, _ = inputs.add("quant_map")
-    scales: Grid = ScaleGrid(number, scale.tensor.dtype, 1, block, scale.tensor.key.name)
+    scales: OperandGrid = ScaleGrid(number, scale.tensor.dtype, 1, block, scale.tensor.key.name)
     nested = (0, 0.0)
     if "nested_absmax" in weight.parts:
         nested = _read_nesting(name, state, scale, inputs_by_name[weight.parts["nested_absmax"]])

@@ -58,7 +58,7 @@ class RowOrder(Protocol):
         """The row of the grids that each row of a rectangle takes."""
 
 
-class Grid(Protocol):
+class OperandGrid(Protocol):
     """Numbers that codes are computed with: scales, zero points, biases."""
 
     def read_rows(self, read: Read, low: int, high: int, rectangle: Rectangle) -> Floats:
@@ -69,7 +69,7 @@ class Step(NamedTuple):
     """One operation on all codes."""
 
     operation: np.ufunc
-    grid: Grid
+    grid: OperandGrid
     rounds_to: DType = _F32  # its result is rounded to this dtype
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.quantised.codecs.code_bits import FP4, FP4_MODELOPT, Floats
-from ckpt_tool.quantised.codecs.codec import Codec, Dequantized, Grid, Halves, InputList, Step, list_values
+from ckpt_tool.quantised.codecs.codec import Codec, Dequantized, Halves, InputList, OperandGrid, Step, list_values
 from ckpt_tool.quantised.codecs.rectangles import Rectangle
 from ckpt_tool.quantised.codecs.scale_grid import (
     OneNumber,
@@ -39,7 +39,7 @@ _GLOBAL = {"global_scale": np.divide, "scale_2": np.multiply, "per_tensor_scale"
 class GlobalGrid:
     """Scales that are multiplied or divided by one number before they are applied."""
 
-    grid: Grid
+    grid: OperandGrid
     operation: np.ufunc
     factor: OneNumber
 
@@ -57,7 +57,7 @@ def make_fp4(weight: Quantised, key: TensorKey, inputs_by_name: Mapping[str, Inp
     inputs = InputList(weight, inputs_by_name)
     shape = weight.shape
     number, scale = inputs.add("scale")
-    scales: Grid = make_scale_grid(number, scale.tensor, weight, shape, weight.block)
+    scales: OperandGrid = make_scale_grid(number, scale.tensor, weight, shape, weight.block)
     for role, operation in _GLOBAL.items():
         if role in weight.parts:
             number, factor = inputs.add(role)

@@ -38,7 +38,7 @@ from ckpt_tool.quantised.codecs.code_bits import (
     unpack_columns,
     unpack_rows,
 )
-from ckpt_tool.quantised.codecs.codec import Codec, CodeReader, Dequantized, Grid, InputList, RowOrder, Step
+from ckpt_tool.quantised.codecs.codec import Codec, CodeReader, Dequantized, InputList, OperandGrid, RowOrder, Step
 from ckpt_tool.quantised.codecs.rectangles import Rectangle, read_rectangle
 from ckpt_tool.quantised.codecs.scale_grid import Numbers, RowBlocks, ScaleGrid
 from ckpt_tool.run.computed import Input, Read
@@ -148,7 +148,7 @@ def make_gptq(weight: Quantised, key: TensorKey, inputs_by_name: Mapping[str, In
     number, _ = inputs.add("zero_point")
     is_awq = weight.order == "awq"
     codes: CodeReader = AwqWords(0, outputs) if is_awq else PackedColumns(outputs, weight.bits)
-    zeros: Grid = AwqWords(number, outputs) if is_awq else GptqZeros(number, outputs, weight.bits, weight.order)
+    zeros: OperandGrid = AwqWords(number, outputs) if is_awq else GptqZeros(number, outputs, weight.bits, weight.order)
 
     order: RowOrder = RowBlocks(rows, groups, ceil_div(rows, groups))
     if "g_idx" in weight.parts:

@@ -19,7 +19,7 @@ import numpy as np
 from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.quantised.codecs.code_bits import find_lowest_signed
-from ckpt_tool.quantised.codecs.codec import Codec, Dequantized, Grid, InputList, PackedRows, Step
+from ckpt_tool.quantised.codecs.codec import Codec, Dequantized, InputList, OperandGrid, PackedRows, Step
 from ckpt_tool.quantised.codecs.scale_grid import (
     PackedZeros,
     ZeroGrid,
@@ -89,7 +89,7 @@ def _make_zeros(
     shape: tuple[int, ...],
     bits: int,
     block: tuple[int, int],
-) -> Grid:
+) -> OperandGrid:
     """Zero points, packed along the rows or stored as the scales are."""
     rows, columns = find_matrix(shape)
     words = ceil_div(rows * bits, 32)

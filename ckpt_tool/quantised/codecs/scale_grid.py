@@ -147,7 +147,7 @@ class OneNumber:
 
 
 @dataclass(frozen=True, slots=True)
-class Constant:
+class FixedNumber:
     """A number that no tensor holds."""
 
     value: np.float32
