@@ -675,6 +675,17 @@ def process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]
     return subprocess.run([*CKPT, *arguments], capture_output=True, text=True, timeout=60, **options)
 
 
+@pytest.mark.parametrize("line", ["verify .", "convert source out --to safetensors", "inspect x --report page.html"])
+def test_a_current_folder_that_is_gone_is_named(line: str, tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    code = f"import os; os.rmdir({str(gone)!r}); import sys; sys.argv = ['ckpt', *{line.split()!r}]\n"
+    code += "from ckpt_tool.__main__ import main\nsys.exit(main())"
+    found = {**environment(), "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=found, cwd=gone, timeout=60)
+    assert done.returncode == 7 and ("E3063" in done.stderr or "E0702" in done.stderr), done.stderr
+
+
 def loaded(line: str) -> set[str]:
     """The modules that a line of ckpt loads."""
     code = f"import sys; sys.argv = ['ckpt', *{line.split()!r}]\nfrom ckpt_tool.__main__ import main\ntry: main()\n"

@@ -306,6 +306,15 @@ def _interrupted(stop: KeyboardInterrupt, job: VerbJob | None, arguments: Sequen
     return error.exit_code
 
 
+def _is_folder_gone() -> bool:
+    """Was the folder removed in which this process was started?"""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
+
+
 def _as_ours(fault: Exception) -> CkptError:
     """Any exception as one of ours; what nobody foresaw is a bug of ours (exit 70)."""
     if isinstance(fault, CkptError):
@@ -313,6 +322,13 @@ def _as_ours(fault: Exception) -> CkptError:
     if isinstance(fault, MemoryError):
         return StorageError("out of memory", code="E2503", hint="pass a smaller --memory or fewer --threads")
     if isinstance(fault, OSError):
+        if _is_folder_gone():
+            return StorageError(
+                "the current folder does not exist any more, so that no relative path leads anywhere",
+                code="E3063",
+                path=os.environ.get("PWD"),
+                hint="cd to a folder that exists, or pass absolute paths",
+            )
         named = fault.filename if isinstance(fault.filename, str | bytes) else ""  # else a descriptor
         return wrap_os_error(fault, os.fsdecode(named), "the operation")
     place = _last_frame(fault)

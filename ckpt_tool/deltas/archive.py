@@ -9,14 +9,15 @@ lies, in whatever file of whatever layout:
 What has no counterpart of its size is kept whole (a change to zeros). Nothing is understood that need not be: objects
 that only a trainer can load, files that no format knows, side files, all are bytes, and none can be lost: a file that
 could not be written again is an error before anything is kept. What is not kept: links (what they lead to is), empty
-folders (the result names them), permissions. Files are rebuilt by the plan and the executor as any output is.
+folders, the right to be executed (the result names all three), other permissions. Files are rebuilt by the plan and
+the executor as any output is.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 from ckpt_tool.core.box import Box
@@ -123,6 +124,32 @@ def list_empty_folders(tree: Tree) -> list[str]:
         if not folders and not files:
             found.append(os.path.relpath(folder, tree.root))
     return sorted(found)
+
+
+def list_links_and_programs(tree: Tree) -> tuple[list[str], list[str]]:
+    """(links, files with the right to be executed) of a local step: an archive has the bytes of files and no more."""
+    links: list[str] = []
+    programs: list[str] = []
+    if not tree.local:
+        return links, programs
+    for folder, folders, files in os.walk(tree.root, onerror=_fail):
+        for name in (*folders, *files):
+            path = os.path.join(folder, name)
+            shown = os.path.relpath(path, tree.root)
+            if os.path.islink(path):
+                links.append(shown)
+            elif name in files and os.access(path, os.X_OK):
+                programs.append(shown)
+    return sorted(links), sorted(programs)
+
+
+def name_some(names: Sequence[str]) -> str:
+    """The first of many names.
+
+    >>> name_some(["a", "b"])
+    'a, b'
+    """
+    return ", ".join(names[:5]) + (", ..." if names[5:] else "")
 
 
 def _fail(error: OSError) -> NoReturn:

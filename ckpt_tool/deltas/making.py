@@ -25,7 +25,16 @@ from ckpt_tool.conversion.vocabulary import is_vocabulary, trim_vocabulary
 from ckpt_tool.core.dtype import DTYPES
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import LogicalTensor
-from ckpt_tool.deltas.archive import entries_of, laid_out, list_empty_folders, pair_entries, refuse_unkept, whole_step
+from ckpt_tool.deltas.archive import (
+    entries_of,
+    laid_out,
+    list_empty_folders,
+    list_links_and_programs,
+    name_some,
+    pair_entries,
+    refuse_unkept,
+    whole_step,
+)
 from ckpt_tool.deltas.dependents import is_found_by_prune
 from ckpt_tool.deltas.encoding import Bytes, EncodedFrame, Encoder, Spool
 from ckpt_tool.deltas.folder import INDEX, Archive, delta_files, file_names, index_of
@@ -102,7 +111,12 @@ def make(base: str, new: str, dst: str, reading: Reading, wanted: Making, progre
         refuse_unkept(fresh.tree)
         empty = list_empty_folders(fresh.tree)
         if empty:
-            notes.append(f"empty folders are not kept: {', '.join(empty[:5])}" + (", ..." if empty[5:] else ""))
+            notes.append(f"empty folders are not kept: {name_some(empty)}")
+        links, executable = list_links_and_programs(fresh.tree)
+        if links:
+            notes.append(f"links are kept as the files that they lead to: {name_some(links)}")
+        if executable:
+            notes.append(f"the right to be executed is not kept: {name_some(executable)}")
         pairs = [
             TensorPair(name, held and HeldTensor(*held), HeldTensor(*source))
             for name, held, source in pair_entries(entries_of(old_source), entries)

@@ -22,7 +22,8 @@ _COMMAND_STARTS = ("::", "##[", "##vso")  # log commands of GitHub Actions and A
 def escape(text: str) -> str:
     """`text` on one line without a control character, a bidi or zero-width mark or a surrogate.
 
-    They appear as `\\x1b`, `\\u202e`; printable text of any script stays as it is.
+    They appear as `\\x1b`, `\\u202e`, and a byte of a file's name that is no UTF-8 as `\\xff`, as a shell takes it
+    (`$'a\\xff'`); printable text of any script stays as it is.
     """
     if not text.isprintable():
         text = "".join(char if char.isprintable() else _escape_char(char) for char in text)
@@ -36,6 +37,8 @@ def _escape_char(char: str) -> str:
     code = ord(char)
     if char in "\n\r\t":
         return {"\n": "\\n", "\r": "\\r", "\t": "\\t"}[char]
+    if 0xDC80 <= code <= 0xDCFF:  # of `os.fsdecode`
+        code -= 0xDC00
     if code < 0x100:
         return f"\\x{code:02x}"
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

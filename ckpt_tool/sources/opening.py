@@ -347,6 +347,8 @@ def resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
                 path=tree.display(pointer),
                 hint="it should hold one folder name",
             )
+        if not text:
+            raise _blank_pointer(tree, pointer, steps_in(tree))
         name = pointed(text, lambda name: any(path.startswith(f"{name}/") for path in tree.listing()))
         safe_relative(name, named_in=tree.display(pointer))
         other = " (latest_universal: another, --from deepspeed-universal)" if _two(tree, pointer) else ""
@@ -391,6 +393,18 @@ def resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
             if newest:
                 return tree.below(newest), f"{RECIPE_OF_RUN} goes on from {newest}"
     raise _several(tree, steps)
+
+
+def _blank_pointer(tree: Tree, pointer: str, folders: Sequence[str]) -> Incomplete:
+    """The error (E3062) for a pointer file that names nothing: a save was cut off while it was written."""
+    return Incomplete(
+        "the pointer file is blank, and should name a folder",
+        code="E3062",
+        path=tree.display(pointer),
+        hint=f"pass one of those that are there: {', '.join(map(tree.display, folders[-20:]))}"
+        if folders
+        else "no step is next to it: pass the checkpoint itself",
+    )
 
 
 def _is_empty_adapter(tree: Tree, claim: registry.Claim) -> bool:
@@ -510,6 +524,8 @@ def snapshot(tree: Tree) -> tuple[str, str] | None:
             return SNAPSHOTS + there[0], f"{there[0]} is the only snapshot in the cache"
         raise _unknown(tree, f"the cache holds {len(there)} snapshots and no {MAIN}", there)
     commit = tree.read_whole(MAIN, limit=4096).decode("utf-8", "replace").strip()
+    if not commit:
+        raise _blank_pointer(tree, MAIN, [SNAPSHOTS + name for name in there])
     safe_relative(commit, named_in=tree.display(MAIN))
     if commit not in there:
         raise _unknown(tree, f"{MAIN} names the snapshot {commit[:80]}, which is not there", there)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ckpt_tool.errors import InconsistentCheckpoint, UnknownFormat, UnsafeInput
+from ckpt_tool.errors import Incomplete, InconsistentCheckpoint, UnknownFormat, UnsafeInput
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.sources.opening import open_source
 
@@ -32,6 +32,18 @@ def test_a_pointer_file_is_followed_and_named(tmp_path, pointer, text, name):
     (tmp_path / pointer).write_text(text)
     opened = open_source(str(tmp_path), Reading())
     assert opened.resolved == f"{pointer} points to {name}" and opened.path.endswith(name)
+
+
+@pytest.mark.parametrize("text", ["", " ", "\n", "\t\n"])
+@pytest.mark.parametrize("pointer", ["latest", "latest_checkpointed_iteration.txt", "refs/main"])
+def test_a_blank_pointer_file_is_a_save_that_was_cut_off(tmp_path, pointer, text):
+    folder = "snapshots/abc" if pointer == "refs/main" else "global_step9"
+    step(tmp_path / folder, 2)
+    (tmp_path / pointer).parent.mkdir(exist_ok=True)
+    (tmp_path / pointer).write_text(text)
+    with pytest.raises(Incomplete) as caught:
+        open_source(str(tmp_path), Reading())
+    assert caught.value.code == "E3062" and folder in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize("text", ["../../x", "/etc", "a\nb", "a/../b", "x\0y"])

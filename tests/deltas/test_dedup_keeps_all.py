@@ -56,15 +56,19 @@ def test_deep_hidden_and_oddly_named_files_come_back(seed: int, steps: tuple[Pat
     assert set(made) <= contents(steps[1]).keys()
 
 
-def test_links_come_back_as_what_they_lead_to_and_empty_folders_are_named(steps: tuple[Path, Path]) -> None:
+def test_links_come_back_as_what_they_lead_to_and_what_is_not_kept_is_named(steps: tuple[Path, Path]) -> None:
     deep = steps[1].joinpath(*"abcdefghij")
     deep.mkdir(parents=True)
     (deep / "file").write_bytes(b"deep")
     (steps[1] / "to_file").symlink_to(deep / "file")
     (steps[1] / "to_folder").symlink_to("a/b", target_is_directory=True)
     (steps[1] / "empty/inner").mkdir(parents=True)
+    (steps[1] / "run.sh").write_bytes(b"#!/bin/sh")
+    (steps[1] / "run.sh").chmod(0o755)
     document = archive(steps)
     assert "empty folders are not kept: empty/inner" in document["notes"]
+    assert "links are kept as the files that they lead to: to_file, to_folder" in document["notes"]
+    assert "the right to be executed is not kept: run.sh" in document["notes"]
 
 
 def refused(steps: tuple[Path, Path]) -> CkptError:
