@@ -101,40 +101,46 @@ def place(
 
 
 class Held(NamedTuple):
-    """What one rank holds of a tensor. shape: the stored array's, larger than the box where it is padded.
+    """What one rank holds of a tensor."""
 
-    replica: 0 for the rank that writes the box where only one copy is kept.
-    """
-
-    coords: dict[str, int]
+    rank: int  # its number in the mesh
     box: Box
-    shape: tuple[int, ...]
-    replica: int
+    shape: tuple[int, ...]  # the stored array's, larger than the box where it is padded
+    replica: int  # 0 for the rank that writes the box where only one copy is kept
 
 
 def held(shape: Sequence[int], placement: Placement, mesh: Mesh, *, granule: int = 1) -> Iterator[Held]:
     """What each rank holds of a tensor of `shape`, in rank order.
 
-    Ranks where it does not live (`placement.at`) are left out; those whose block is empty hold an empty box. granule:
-    of the dims that are cut unevenly or padded, where the placement does not say.
+    Ranks where it is not placed (`placement.at`) are left out; those whose block is empty hold an empty box. Layers
+    and experts repeat: writers ask `core.cuts`, which asks this once.
+
+    Args:
+        granule: elements that stay together in dims that are cut unevenly or padded, where the placement does not say.
     """
-    cut = {name for _, names in placement.shard for name in names}
+    sharding = {name for _, names in placement.shard for name in names}
     fixed = dict(placement.at)
-    free = [name for name, size in mesh.dims if name not in cut and name not in fixed]
-    cuts = [(dim, names, _blocks(shape, dim, names, placement, mesh, granule)) for dim, names in placement.shard]
+    replicating = [name for name, _ in mesh.dims if name not in sharding and name not in fixed]
+    blocks_by_dim = [
+        (dim, names, _blocks(shape, dim, names, placement, mesh, granule)) for dim, names in placement.shard
+    ]
+    strides = mesh.strides()
+
     for coords in mesh.ranks(placement.at):
         offset = [0] * len(shape)
         extent = list(shape)
         stored = list(shape)
-        for dim, names, blocks in cuts:
+        for dim, names, blocks in blocks_by_dim:
             index = 0
             for name in names:
                 index = index * mesh[name] + coords.get(name, 0)
             offset[dim], extent[dim], stored[dim] = blocks[index]
+
         replica = 0
-        for name in free:
+        for name in replicating:
             replica = replica * mesh[name] + coords[name]
-        yield Held(coords, Box(tuple(offset), tuple(extent)), tuple(stored), replica)
+        rank = sum(coordinate * strides[name] for name, coordinate in coords.items())
+        yield Held(rank, Box(tuple(offset), tuple(extent)), tuple(stored), replica)
 
 
 def _blocks(
@@ -146,17 +152,20 @@ def _blocks(
     degree = prod(sizes)
     if dim not in placement.uneven and dim not in placement.padded:
         return [(start, n, n) for start, n in (block(extent, degree, index) for index in range(degree))]
+
     unit = dict(placement.granules).get(dim, granule)
     if dim in placement.padded:
-        full = -(-extent // unit // degree) * unit
+        full = ceil_div(extent // unit, degree) * unit
         return [(*block(extent, degree, index, granule=unit), full) for index in range(degree)]
-    parts = [(0, extent)]  # torch.chunk for each mesh dim in turn, as DTensor does
+
+    # torch.chunk for each mesh dim in turn, as DTensor does.
+    parts = [(0, extent)]
     for size in sizes:
-        parts = [
-            (start + inner, n)
-            for start, here in parts
-            for inner, n in (block(here, size, index, granule=unit) for index in range(size))
-        ]
+        finer: list[tuple[int, int]] = []
+        for start, length in parts:
+            inner = [block(length, size, index, granule=unit) for index in range(size)]
+            finer += [(start + begin, n) for begin, n in inner]
+        parts = finer
     return [(start, n, n) for start, n in parts]
 
 
@@ -166,6 +175,3 @@ class Layout(NamedTuple):
     mesh: Mesh
     placements: tuple[Placement, ...]
     source: str = ""  # which rule gave them, for the report
-
-    def held(self, index: int, shape: Sequence[int]) -> Iterator[Held]:
-        return held(shape, self.placements[index], self.mesh)

@@ -79,6 +79,20 @@ class Mesh:
         for index in product(*((fixed[name],) if name in fixed else range(self[name]) for name in names)):
             yield dict(zip(names, index, strict=True))
 
+    def strides(self) -> dict[str, int]:
+        """Mesh dim -> how many ranks apart its neighbours are, for the dims larger than 1.
+
+        >>> Mesh.of(tp=2, pp=4, dp=3).strides()
+        {'pp': 6, 'dp': 2, 'tp': 1}
+        """
+        strides: dict[str, int] = {}
+        ranks = 1
+        for name in reversed(SLOWEST_FIRST):
+            if self[name] > 1:
+                strides[name] = ranks
+                ranks *= self[name]
+        return dict(reversed(strides.items()))
+
     def label(self, coords: Coords) -> str:
         """`tp00_pp01`: the coordinates of the dims larger than 1, in the house's order; "" for one rank."""
         return "_".join(f"{name}{coords[name]:02d}" for name, size in self.dims if size > 1)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ckpt_tool.core.box import Box
 from ckpt_tool.core.fallback import POLICIES, Choice, choose
 from ckpt_tool.core.integers import ceil_div
-from ckpt_tool.core.layout import Layout, Placement, block, held, place
+from ckpt_tool.core.layout import Placement, block, held, place
 from ckpt_tool.core.mesh import DIMS, Mesh
 from ckpt_tool.errors import UsageError
 
@@ -83,10 +83,11 @@ def test_ties_go_to_the_first_listed_and_order_is_kept() -> None:
     assert choose(8, dims_of("dp4 tp4")).used == ("dp",)
     assert choose(64, dims_of("tp4 dp2")).used == ("tp", "dp")
     sizes = Mesh.of(tp=2, dp=2)
+    coords = list(sizes.ranks())
     minor = {
-        h.coords["dp"]: h.box.offset[0]
+        coords[h.rank]["dp"]: h.box.offset[0]
         for h in held((4,), place((4,), [(0, ["tp", "dp"])], sizes), sizes)
-        if h.coords["tp"] == 0
+        if coords[h.rank]["tp"] == 0
     }
     assert minor == {0: 0, 1: 1}, "the first listed dim is the major one"
 
@@ -141,12 +142,14 @@ def test_uneven_cuts_are_torchs_chunks_dim_by_dim(n: int, sizes: list[int], gran
     names = ["dp", "tp", "ep"][: len(sizes)]
     mesh = Mesh.of(**dict(zip(names, sizes, strict=True)))
     placement = place((n * granule,), [(0, names)], mesh, granule=granule, policy="dtensor")
+    coords = list(mesh.ranks())
     for each in held((n * granule,), placement, mesh):
         part = torch.arange(n)
         for name in names:
             if mesh[name] > 1:
                 chunks = torch.chunk(part, mesh[name]) if part.numel() else ()
-                part = chunks[each.coords[name]] if each.coords[name] < len(chunks) else part[:0]
+                index = coords[each.rank][name]
+                part = chunks[index] if index < len(chunks) else part[:0]
         assert each.box.shape == (part.numel() * granule,)
         if part.numel():
             assert each.box.offset == (int(part[0]) * granule,)
@@ -157,7 +160,11 @@ def test_a_known_uneven_cut_of_two_mesh_dims() -> None:
     """10 over dp2 x tp4, as torch 2.13's DTensor holds it."""
     mesh = Mesh.of(dp=2, tp=4)
     placement = place((10,), [(0, ["dp", "tp"])], mesh, policy="dtensor")
-    sizes = {(h.coords["dp"], h.coords["tp"]): (h.box.offset[0], h.box.shape[0]) for h in held((10,), placement, mesh)}
+    coords = list(mesh.ranks())
+    sizes = {
+        (coords[h.rank]["dp"], coords[h.rank]["tp"]): (h.box.offset[0], h.box.shape[0])
+        for h in held((10,), placement, mesh)
+    }
     assert [sizes[0, t][1] for t in range(4)] == [sizes[1, t][1] for t in range(4)] == [2, 2, 1, 0]
     assert [sizes[0, t][0] for t in range(3)] == [0, 2, 4]
     assert [sizes[1, t][0] for t in range(3)] == [5, 7, 9]
@@ -278,13 +285,13 @@ def test_a_tensor_at_a_stage_is_held_there_alone() -> None:
     mesh = Mesh.of(tp=2, pp=3, dp=2)
     placement = place((8, 4), [(0, ["tp"])], mesh, at=[("pp", 2)])
     rows = list(held((8, 4), placement, mesh))
-    assert {h.coords["pp"] for h in rows} == {2}
-    assert [(h.coords["tp"], h.coords["dp"], h.replica, h.box) for h in rows] == [
+    coords = list(mesh.ranks())
+    assert {coords[h.rank]["pp"] for h in rows} == {2}
+    assert [(coords[h.rank]["tp"], coords[h.rank]["dp"], h.replica, h.box) for h in rows] == [
         (tp, dp, dp, Box((4 * tp, 0), (4, 4))) for dp in range(2) for tp in range(2)
     ]
     first = place((8, 4), [], mesh, at=[("pp", 0)])
-    assert {h.coords["pp"] for h in held((8, 4), first, mesh)} == {0}
-    assert list(Layout(mesh, (placement,)).held(0, (8, 4))) == rows
+    assert {coords[h.rank]["pp"] for h in held((8, 4), first, mesh)} == {0}
 
 
 def test_blocks_follow_the_ceil_rule() -> None:

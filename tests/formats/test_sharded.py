@@ -266,19 +266,24 @@ def test_an_uncomputed_digest_is_none(tmp_path: Path, hole: bytes) -> None:
     assert FORMAT.read(Tree(tmp_path)).digests == {}
 
 
+def contents(target: Target) -> list[tuple[Any, ...]]:
+    """(path, size, literals, arrays, patches) of each file."""
+    return [(f.path, f.size, *map(tuple, (f.literals, f.arrays, f.patches))) for f in target.files]
+
+
 def test_a_reshard_of_a_reshard_keeps_the_first_source(tiny: Path) -> None:
     catalog, _ = read_by_us(tiny)
     _, wanted, layout = tiny_parts()
     again = Wanted(wanted.tensors, catalog.extras, catalog.hints, "sharded", wanted.sidefiles)
-    assert FORMAT.target(again, layout) == FORMAT.target(wanted, layout)
+    assert contents(FORMAT.target(again, layout)) == contents(FORMAT.target(wanted, layout))
 
 
 def test_the_order_of_the_wanted_tensors_does_not_show(tiny: Path) -> None:
     arrays, wanted, layout = tiny_parts()
     turned = Wanted(wanted.tensors[::-1], wanted.extras, wanted.hints, wanted.source_format, wanted.sidefiles)
     turned_layout = Layout(layout.mesh, layout.placements[::-1], layout.source)
-    ours = {file.path: file.literals for file in FORMAT.target(wanted, layout).files}
-    assert ours == {file.path: file.literals for file in FORMAT.target(turned, turned_layout).files}
+    ours, theirs = (contents(FORMAT.target(*of)) for of in ((wanted, layout), (turned, turned_layout)))
+    assert [file[:3] for file in ours] == [file[:3] for file in theirs]
 
 
 def test_headers_alone_are_read(tmp_path: Path) -> None:

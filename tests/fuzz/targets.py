@@ -25,6 +25,7 @@ from collections.abc import Callable
 
 from ckpt_tool.conversion.layout import parse_layout
 from ckpt_tool.core import dtype
+from ckpt_tool.core.cuts import Cuts
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.module_patterns import NotUnderstood, matches
 from ckpt_tool.core.target import WantedTensor
@@ -433,8 +434,9 @@ def one_layout(data):
         wanted = [WantedTensor(row.tensor.key, row.tensor.shape, row.tensor.dtype) for row in stored().values()]
         layout, _ = lay_out(wanted, Wishes(Mesh.of(**degrees), rules=rules))
         if layout.mesh.size <= 1024:
+            cuts = Cuts(layout)
             for index, item in enumerate(wanted):
-                list(layout.held(index, item.shape))
+                cuts.of(index, item.shape)
     except CkptError as error:
         told(error)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -54,6 +55,8 @@ def plan_of(stored: list[Stored], wanted: Wanted, layout: Layout, *, large: bool
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharded_target, "MANY", -1 if large else 1 << 60)
         target = sharded_target.sharded_target(wanted, layout)
+    assert target.places is not None and target.places.listable != large
+    target = target if large else target._replace(places=None)
     number = lambda source, path: numbers.setdefault((source, path), len(numbers))  # noqa: E731
     moves, records, arrays = build_moves(stored, wanted, target, number)
     return Plan((), records, target.files, arrays, moves, "sharded", None, "out", {}, {}), target
@@ -82,10 +85,12 @@ def test_a_large_plan_is_the_small_one(case: tuple[list[Stored], Wanted, Layout]
 
 
 @settings(max_examples=40)
-@given(cases())
-def test_what_a_dry_run_counts_of_item_files_is_what_a_run_lists(case: tuple[list[Stored], Wanted, Layout]) -> None:
+@given(cases(), st.sampled_from([dcp_target, sharded_target.sharded_target]))
+def test_what_a_dry_run_counts_is_what_a_run_lists(
+    case: tuple[list[Stored], Wanted, Layout], make_target: Callable[[Wanted, Layout], Target]
+) -> None:
     stored, wanted, layout = case
-    target = dcp_target(wanted, layout)
+    target = make_target(wanted, layout)
     assert target.places is not None and target.places.listable
     numbers: dict[tuple[int, str], int] = {}
     number = lambda source, path: numbers.setdefault((source, path), len(numbers))  # noqa: E731

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.layout import held
 from ckpt_tool.core.mesh import Mesh
 from ckpt_tool.core.target import WantedTensor
 from ckpt_tool.core.tensor import TensorKey
@@ -98,7 +99,11 @@ def test_data_ranks_cut_unevenly_and_tensor_ranks_do_not():
     layout, fallbacks = lay_out(rows, Wishes(Mesh.of(dp=3, tp=4), zero=3, uneven=True))
     assert [p.shard for p in layout.placements] == [((0, ("dp",)),), ((0, ("dp",)),)]
     assert [p.uneven for p in layout.placements] == [(0,), (0,)]
-    assert [held.box.shape[0] for held in layout.held(1, (7,)) if not held.replica] == [3, 3, 1]
+    assert [part.box.shape[0] for part in held((7,), layout.placements[1], layout.mesh) if not part.replica] == [
+        3,
+        3,
+        1,
+    ]
     assert {f["reason"] for f in fallbacks} == {"uneven"}
 
 

@@ -1,7 +1,7 @@
-"""Laying out `sharded` for very many ranks: by classes of tensors and ranks, not box by box.
+"""Sizes and places of a `sharded` checkpoint, by classes of tensors and ranks, not box by box.
 
 184,732 tensors on 2,048 ranks are 1.9 million boxes in 8,192 files, but few different things. Tensors of one shape and
-cut have the same boxes (a *geometry*: 15 of them); tensors of the same ranks form a *band* (272 a state); ranks that
+cut have the same boxes (`core.cuts`: 15 of them); tensors of the same ranks form a *band* (272 a state); ranks that
 hold the same bands have the same arrays at the same offsets (a *sheet*: 256). A file's size follows from lengths of
 texts that need not be written:
 
@@ -10,10 +10,9 @@ texts that need not be written:
                           boxes
 
 What is asked for later (a file's head, a tensor's boxes) is then made for that file or tensor alone. The sizes here are
-promises: `sharded` compares every head that it makes with them, and the tests compare both ways.
+promises: `sharded.target` compares every head that it makes with them.
 
-Cost: about 1.5 us a tensor and state; nothing a box. Names must be plain ASCII (`are_plain`); a target
-with others is laid out box by box.
+Cost: about 1.5 us a tensor and state; nothing a box.
 """
 
 from __future__ import annotations
@@ -27,13 +26,14 @@ from math import prod
 from typing import NamedTuple
 
 from ckpt_tool.core.box import Box
+from ckpt_tool.core.cuts import Cut, Cuts
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.integers import ceil_div
-from ckpt_tool.core.layout import Held, Layout, Placement, held
-from ckpt_tool.core.mesh import Mesh
+from ckpt_tool.core.layout import Held, Layout
 from ckpt_tool.core.target import TargetArray, Wanted
 from ckpt_tool.storage.safetensors_files.safetensors_entries import METADATA, NAME_LIMIT
 from ckpt_tool.storage.safetensors_files.safetensors_file import ALIGNMENT, dtype_rank
+from ckpt_tool.systems.ckpt.sharded.index import dumps
 
 Shape = tuple[int, ...]
 _HEADER_ENTRY = len('"":{"dtype":"","shape":,"data_offsets":[,]},')  # bytes of an entry that are not its own
@@ -54,34 +54,45 @@ def are_plain(names: Iterable[str]) -> bool:
     )
 
 
-def json_length(value: object) -> int:
-    """Characters of `value` as compact JSON."""
-    return len(json.dumps(value, separators=(",", ":"), sort_keys=True))
+class _NameLengths(NamedTuple):
+    """How many bytes names take, aligned with the names. All but the quotes at the ends of a JSON string."""
+
+    in_header: list[int]
+    in_boxes: list[int]  # in the text of `boxes`, which is itself a JSON string of the header
+
+
+def _measure_names(names: Sequence[str]) -> _NameLengths:
+    if are_plain(names):
+        lengths = list(map(len, names))
+        return _NameLengths(lengths, [length + 2 * _BOX_QUOTES for length in lengths])
+    in_header = [len(json.dumps(name, ensure_ascii=False).encode("utf-8", "surrogatepass")) - 2 for name in names]
+    return _NameLengths(in_header, [len(json.dumps(json.dumps(name))) - 2 for name in names])
 
 
 class Geometry:
-    """The boxes of tensors of one shape under one cut."""
+    """A cut as the headers of the ranks' files state it."""
 
-    def __init__(self, shape: Shape, parts: Sequence[tuple[int, Held]]) -> None:
-        """parts: what each rank holds; ranks are counted from a base, so that tensors elsewhere share the geometry."""
+    def __init__(self, cut: Cut) -> None:
         # A rank whose box is empty gets no array, unless the whole tensor is empty.
-        parts = [(rank, part) for rank, part in parts if 0 not in part.shape or 0 in shape]
-        self.ranks = tuple(rank for rank, _ in parts)
-        self.held = dict(parts)
-        self.entry_length = {rank: self._count_entry_characters(shape, part) for rank, part in parts}
+        parts = [part for part in cut.parts if 0 not in part.shape or 0 in cut.shape]
+        self.parts = {part.rank: part for part in parts}
+        self.box_texts = {part.rank: _describe_box(part, cut.shape) for part in parts}
+
+        # Characters of `:{"offset":[...],"shape":[...]}` inside a JSON string, where each quote takes two.
+        self.entry_lengths = {rank: 1 + len(text) + text.count('"') for rank, text in self.box_texts.items()}
 
         ranks_by_extents: dict[Shape, list[int]] = {}
-        for rank, part in parts:
-            ranks_by_extents.setdefault(part.shape, []).append(rank)
+        for part in parts:
+            ranks_by_extents.setdefault(part.shape, []).append(part.rank)
         self.extents = tuple((stored, tuple(ranks)) for stored, ranks in ranks_by_extents.items())
 
-    @staticmethod
-    def _count_entry_characters(shape: Shape, part: Held) -> int:
-        """Characters of `:{"offset":[...],"shape":[...]}` inside a JSON string, where each quote takes two."""
-        box: dict[str, Sequence[int]] = {"offset": part.box.offset, "shape": shape}
-        if part.shape != part.box.shape:
-            box["box"] = part.box.shape
-        return json_length(box) + 2 * len(box) + 1
+
+def _describe_box(part: Held, shape: Shape) -> str:
+    """What `boxes` says of a part, as canonical JSON."""
+    box: dict[str, Sequence[int]] = {"offset": part.box.offset, "shape": shape}
+    if padded_shape(part):
+        box["box"] = part.box.shape
+    return dumps(box)
 
 
 class GridBand:
@@ -92,12 +103,15 @@ class GridBand:
         self.ranks = ranks
         self.rows: list[tuple[int, int]] = []  # (place in the sort order, kind number)
         self.geometries: Counter[Geometry] = Counter()
-        self.names = 0  # characters of all names
+
+        # Bytes of all names, as `_NameLengths` counts them.
+        self.names_in_header = 0
+        self.names_in_boxes = 0
 
     def box_length(self, rank: int) -> int:
         """Characters of what the band adds to the text of `boxes` in the file of rank number `rank`."""
-        entries = sum(count * geometry.entry_length[rank - self.base] for geometry, count in self.geometries.items())
-        return entries + self.names + 2 * _BOX_QUOTES * len(self.rows)
+        entries = sum(count * geometry.entry_lengths[rank - self.base] for geometry, count in self.geometries.items())
+        return entries + self.names_in_boxes
 
 
 class ArrayKind(NamedTuple):
@@ -115,23 +129,24 @@ class Sheet:
         rows = bands[0].rows if len(bands) == 1 else sorted(row for band in bands for row in band.rows)
         self.bands = bands
         self.order = [place for place, _ in rows]
-        self._starts = list(accumulate((kinds[kind].nbytes for _, kind in rows), initial=0))
-        self.nbytes = self._starts[-1]
+        self.starts = list(accumulate((kinds[kind].nbytes for _, kind in rows), initial=0))
+        self.nbytes = self.starts[-1]
 
         # Every start is written twice, as an array's end and the next one's begin; the first and the last are not.
-        digits = list(map(len, map(str, self._starts)))
-        fixed = sum(kinds[kind].fixed for _, kind in rows) + sum(band.names for band in bands)
+        digits = list(map(len, map(str, self.starts)))
+        fixed = sum(kinds[kind].fixed for _, kind in rows) + sum(band.names_in_header for band in bands)
         self.entries = fixed + 2 * sum(digits) - digits[0] - digits[-1]  # characters of all entries
 
     @cached_property
     def begins(self) -> dict[int, int]:
         """Sorted place -> where the array begins, bytes from the start of the data."""
-        return dict(zip(self.order, self._starts, strict=False))
+        return dict(zip(self.order, self.starts, strict=False))
 
 
 class GridSlot(NamedTuple):
     """One file."""
 
+    path: str
     state: str
     rank: int  # its number
     size: int  # bytes
@@ -139,10 +154,19 @@ class GridSlot(NamedTuple):
     sheet: Sheet
 
 
+class RankPart(NamedTuple):
+    """An array of a rank's file."""
+
+    tensor: int  # number of the wanted one
+    held: Held
+    box_text: str  # what `boxes` says of it
+    begin: int  # bytes from the start of the data
+
+
 class _Route(NamedTuple):
     """How a class of tensors is laid out."""
 
-    group: int
+    group: int  # the number of its cut
     bands: tuple[tuple[GridBand, int], ...]  # with the kind of the array in each band
 
 
@@ -183,8 +207,8 @@ class Sheets:
         # Layers repeat: decide once for tensors of one placement, shape and dtype. Objects are compared by identity,
         # because hashing a placement for each of a million tensors would dominate.
         keys = list(zip(map(id, state.placements), state.shapes, map(id, state.dtypes), strict=True))
-        tensors = dict(zip(keys, zip(state.placements, state.shapes, state.dtypes, strict=True), strict=True))
-        routes = {key: self._find_route(grid, *tensor) for key, tensor in tensors.items()}
+        examples = dict(zip(keys, state.numbers, strict=True))
+        routes = {key: self._find_route(grid, number) for key, number in examples.items()}
         self.groups = [routes[key].group for key in keys]
 
         bands_by_position = [routes[key].bands for key in keys]
@@ -195,21 +219,23 @@ class Sheets:
             for band, _ in routes[key].bands:
                 band.geometries[grid.geometries[routes[key].group][0]] += count
 
-        name_lengths = [len(state.names[position]) for position in self.order]
+        lengths = _measure_names([state.names[position] for position in self.order])
         for band in self._bands.values():
-            band.names = sum(name_lengths[place] for place, _ in band.rows)
+            band.names_in_header = sum(lengths.in_header[place] for place, _ in band.rows)
+            band.names_in_boxes = sum(lengths.in_boxes[place] for place, _ in band.rows)
         self.by_rank = self._build_sheets()
 
-    def _find_route(self, grid: Grid, placement: Placement, shape: Shape, dtype: DType) -> _Route:
-        """How tensors of this class are laid out; new kinds and bands are added."""
-        group = grid.group_of(placement, shape)
+    def _find_route(self, grid: Grid, number: int) -> _Route:
+        """How tensors of the class of wanted tensor number `number` are laid out; new kinds and bands are added."""
+        dtype = grid.wanted.tensors[number].dtype
+        group = grid.group_of(number)
         geometry, base = grid.geometries[group]
         bands = []
         for stored, ranks in geometry.extents:
             kind = self._kind_numbers.get((stored, dtype))
             if kind is None:
                 kind = self._kind_numbers[stored, dtype] = len(self.kinds)
-                fixed = _HEADER_ENTRY + len(dtype.name) + json_length(stored)
+                fixed = _HEADER_ENTRY + len(dtype.name) + len(dumps(stored))
                 self.kinds.append(ArrayKind(dtype.nbytes(prod(stored)), fixed))
             band = self._bands.get((base, ranks))
             if band is None:
@@ -244,17 +270,15 @@ def _sort_as_headers(state: GridState) -> list[int]:
 
 
 class Grid:
-    """The whole layout. Raises nothing: what the format can't hold was refused before."""
+    """The whole layout. Raises nothing: what the format can't hold is refused by `sharded.target`."""
 
     def __init__(self, wanted: Wanted, layout: Layout) -> None:
         self.wanted = wanted
         self.layout = layout
-        self.mesh = layout.mesh
         self.ranks = list(layout.mesh.ranks())
-        self._strides = _strides(layout.mesh)
         self.geometries: list[tuple[Geometry, int]] = []  # by group: the boxes, and the base of their ranks
-        self._groups: dict[tuple[int, Shape], int] = {}
-        self._geometry_by_cut: dict[tuple[object, ...], Geometry] = {}
+        self._cuts = Cuts(layout)
+        self._geometry_by_cut: dict[int, Geometry] = {}  # by the id of a cut
 
         numbers: dict[str, list[int]] = {}
         for number, item in enumerate(wanted.tensors):
@@ -267,48 +291,27 @@ class Grid:
             twin = next((sheets for sheets in self.sheets.values() if sheets.state.same(state)), None)
             self.sheets[name] = twin or Sheets(self, state)
 
-    def group_of(self, placement: Placement, shape: Shape) -> int:
-        """The group of tensors of one placement (the same object) and shape."""
-        group = self._groups.get((id(placement), shape))
-        if group is None:
-            group = self._groups[id(placement), shape] = len(self.geometries)
-            self.geometries.append(self._build_geometry(placement, shape))
+    def group_of(self, number: int) -> int:
+        """The group of a wanted tensor: those of one group have the same boxes on the same ranks."""
+        group = self._cuts.number(number, self.wanted.tensors[number].shape)
+        for cut, first in self._cuts.placed[len(self.geometries) :]:
+            geometry = self._geometry_by_cut.get(id(cut))
+            if geometry is None:
+                geometry = self._geometry_by_cut[id(cut)] = Geometry(cut)
+            self.geometries.append((geometry, first))
         return group
 
-    def _build_geometry(self, placement: Placement, shape: Shape) -> tuple[Geometry, int]:
-        fixed = {name: index for name, index in placement.at if name in self._strides}
-        base = sum(index * self._strides[name] for name, index in fixed.items())
-        cut = (shape, placement.shard, placement.padded, placement.uneven, placement.granules, tuple(fixed))
-        if cut not in self._geometry_by_cut:
-            parts = []
-            for part in held(shape, placement, self.mesh):
-                rank = sum(coordinate * self._strides[name] for name, coordinate in part.coords.items())
-                parts.append((rank - base, part))
-            self._geometry_by_cut[cut] = Geometry(shape, parts)
-        return self._geometry_by_cut[cut], base
-
-    def parts(self, state: str, rank: int) -> list[tuple[int, Held]]:
-        """(number of the wanted tensor, what the rank holds of it) of a file's arrays, as its header sorts them."""
-        sheets = self.sheets[state]
-        numbers = self.states[state].numbers
+    def list_parts(self, slot: GridSlot) -> list[RankPart]:
+        """A file's arrays, as its header sorts them."""
+        sheets = self.sheets[slot.state]
+        numbers = self.states[slot.state].numbers
         parts = []
-        for place in sheets.by_rank[rank].order:
+        for place, begin in zip(slot.sheet.order, slot.sheet.starts, strict=False):
             position = sheets.order[place]
             geometry, base = self.geometries[sheets.groups[position]]
-            parts.append((numbers[position], geometry.held[rank - base]))
+            rank = slot.rank - base
+            parts.append(RankPart(numbers[position], geometry.parts[rank], geometry.box_texts[rank], begin))
         return parts
-
-    def places(self, slot: GridSlot) -> dict[int, int]:
-        """Number of the wanted tensor -> where its array begins, bytes from the start of the file."""
-        order = self.sheets[slot.state].order
-        numbers = self.states[slot.state].numbers
-        return {numbers[order[place]]: slot.data_start + begin for place, begin in slot.sheet.begins.items()}
-
-
-def _strides(mesh: Mesh) -> dict[str, int]:
-    """Mesh dim -> how many ranks apart its neighbours are."""
-    names = list(next(mesh.ranks()))  # slowest first
-    return {name: prod(mesh[faster] for faster in names[i + 1 :]) for i, name in enumerate(names)}
 
 
 def header_size(sheet: Sheet, metadata: int) -> int:
@@ -319,10 +322,9 @@ def header_size(sheet: Sheet, metadata: int) -> int:
 class GridPlaces:
     """`core.target.Places` of a grid."""
 
-    listable = False
-
-    def __init__(self, grid: Grid, slots: Sequence[GridSlot], identity: Callable[[], str]) -> None:
+    def __init__(self, grid: Grid, slots: Sequence[GridSlot], identity: Callable[[], str], *, listable: bool) -> None:
         """slots: the files in their order. identity: gives a hash of what decides the heads."""
+        self.listable = listable
         self.grid = grid
         self.slots = slots
         self._identity = identity
@@ -355,7 +357,7 @@ class GridPlaces:
     def boxes(self, group: int) -> Sequence[Box]:
         """The boxes of the tensors of a group, one for each rank that holds something."""
         geometry, _ = self.grid.geometries[group]
-        return [part.box for part in geometry.held.values()]
+        return [part.box for part in geometry.parts.values()]
 
     def of(self, tensor: int) -> Sequence[tuple[int, TargetArray]]:
         """Where a wanted tensor is written: (number of the file, array)."""
@@ -370,7 +372,7 @@ class GridPlaces:
         geometry, base = self.grid.geometries[sheets.groups[position]]
 
         arrays = []
-        for rank, part in geometry.held.items():
+        for rank, part in geometry.parts.items():
             number = self._files[state, base + rank]
             slot = self.slots[number]
             offset = slot.data_start + slot.sheet.begins[place_by_position[position]]

@@ -1,12 +1,12 @@
 """Laying out a `sharded` checkpoint: which file holds which boxes, every head, the index with its holes.
 
-Two ways to the same bytes. A usual target is laid out box by box, heads and all. Where tensors times ranks pass
-`MANY`, sizes come from `ckpt.sharded.grid` by classes, and a head is made when the run writes it, or never, as in a dry
-run:
+Sizes come from `ckpt.sharded.grid`, by classes of tensors. Heads and arrays are made when somebody looks at them, which
+a dry run does not: of all files at once and kept, up to `MANY` tensors times ranks; above that of one file, each time
+anew:
 
     184,732 tensors on 2,048 ranks: 8,192 files of known size in 0.4 s; their heads would be 400 MB of JSON
 
-A head made later is compared with the promised size. What the format can't hold is refused here, before anything is
+A head that is made is compared with the promised size. What the format can't hold is refused here, before anything is
 written.
 """
 
@@ -15,21 +15,23 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.dtype import SAFETENSORS_NAMES, DType
 from ckpt_tool.core.extras import to_json
-from ckpt_tool.core.layout import Held, Layout, Placement, held
+from ckpt_tool.core.layout import Layout, Placement
 from ckpt_tool.core.target import DIGEST_CHARS, Later, Patch, Target, TargetArray, TargetFile, Wanted
 from ckpt_tool.errors import InternalError, UsageError
-from ckpt_tool.storage.safetensors_files.safetensors_entries import METADATA
-from ckpt_tool.storage.safetensors_files.safetensors_file import build_header
+from ckpt_tool.storage.safetensors_files.safetensors_entries import METADATA, TENSOR_LIMIT
+from ckpt_tool.storage.safetensors_files.safetensors_file import HEADER_LIMIT, build_header
 from ckpt_tool.systems.ckpt.sharded.grid import (
     Grid,
     GridPlaces,
     GridSlot,
     GridState,
+    RankPart,
     are_plain,
     header_size,
     padded_shape,
@@ -53,200 +55,72 @@ from ckpt_tool.systems.ckpt.sharded.index import (
 )
 
 FORMAT_NAME = "sharded"
-MANY = 4_000_000  # tensors times ranks
-
-
-class _RankPart(NamedTuple):
-    """What a rank's file holds of one tensor: number `tensor` of the wanted ones."""
-
-    tensor: int
-    held: Held
-
-
-class _RankFile(NamedTuple):
-    """One file laid out, but for the save's id in its header."""
-
-    state: str
-    rank: dict[str, int]
-    parts: list[_RankPart]
+MANY = 4_000_000  # tensors times ranks: of more, what lies in the files is not kept
 
 
 def sharded_target(wanted: Wanted, layout: Layout) -> Target:
     """Every file. Raises UsageError: E0245 for what safetensors or JSON can't hold, E0246 for names that collide or are
     too long."""
     _check_tensors(wanted)
-    if len(wanted.tensors) * layout.mesh.size > MANY and are_plain({item.key.name for item in wanted.tensors}):
-        return _Large(wanted, layout).target()
-
-    files = _lay_out(wanted, layout)
-    _check_names(wanted, files)
-    extras = _to_strict_json(wanted.extras, "extras")
-
-    # Headers state the save's id, which follows from the boxes of all files: so boxes come first.
-    boxes = {path: dumps(_describe_boxes(wanted, file)) for path, file in files.items()}
-    rows = {path: _list_arrays(wanted, file) for path, file in files.items()}
-    hashes = {path: _hash_boxes(boxes[path], rows[path]) for path in files}
-    save = save_id(layout.mesh, extras, hashes)
-
-    target_files = []
-    entries = []
-    for path, file in files.items():
-        head, offsets, size = build_header(
-            rows[path], _header_metadata(layout, save, file.state, file.rank, boxes[path])
-        )
-
-        arrays = tuple(
-            TargetArray(part.tensor, part.held.box, offset, padded_shape(part.held))
-            for part, offset in zip(file.parts, offsets, strict=True)
-        )
-        target_files.append(TargetFile(path, size, ((0, head),), arrays))
-        entries.append(IndexFile(path, size, file.state, file.rank, hashes[path]))
-
-    target_files.extend(wanted.side_file_copies())
-    target_files.append(_build_index_file(wanted, layout, extras, entries))
-    return Target(FORMAT_NAME, tuple(target_files))
+    return _Files(wanted, layout).target()
 
 
-def _header_metadata(layout: Layout, save: str, state: str, rank: Mapping[str, int], boxes: str) -> dict[str, str]:
-    """`__metadata__` of a rank's file."""
-    return {
-        "format": "pt",
-        "ckpt_format": "sharded",
-        "ckpt_version": str(VERSION),
-        "mesh": dumps(layout.mesh.to_json()),
-        "save": save,
-        "state": state,
-        "rank": dumps(rank),
-        "boxes": boxes,
-    }
+class _RankFile(NamedTuple):
+    """One file laid out, but for the save's id in its header."""
+
+    slot: GridSlot
+    parts: Sequence[RankPart]  # as the header sorts them
+    arrays: list[tuple[str, DType, tuple[int, ...]]]  # (name, dtype, stored shape) of each part
+    boxes: str  # `boxes` of the metadata
+    boxes_hash: str
 
 
-def _lay_out(wanted: Wanted, layout: Layout) -> dict[str, _RankFile]:
-    """The files by name, sorted."""
-    mesh = layout.mesh
-    parts_by_case: dict[tuple[Placement, tuple[int, ...]], tuple[Held, ...]] = {}  # layers repeat: decide once a case
-    names: dict[tuple[str, str], str] = {}
-    files: dict[str, _RankFile] = {}
-    for number, (item, placement) in enumerate(zip(wanted.tensors, layout.placements, strict=True)):
-        case = (placement, item.shape)
-        if case not in parts_by_case:
-            parts = held(item.shape, placement, mesh)
-            parts_by_case[case] = tuple(part for part in parts if _holds_something(part, item.shape))
-        for part in parts_by_case[case]:
-            label = (item.key.state, mesh.label(part.coords))
-            if label not in names:
-                names[label] = file_name(item.key.state, mesh, part.coords)
-                files[names[label]] = _RankFile(item.key.state, part.coords, [])
-            files[names[label]].parts.append(_RankPart(number, part))
-    return dict(sorted(files.items()))
+class _FileContent(NamedTuple):
+    """What is kept of a file once all files were listed."""
+
+    head: bytes
+    arrays: Sequence[TargetArray]
+    boxes_hash: str
 
 
-def _holds_something(part: Held, shape: tuple[int, ...]) -> bool:
-    """False for an empty box of a tensor that is not empty, unless padding fills it."""
-    return 0 not in part.shape or 0 in shape
-
-
-def _describe_boxes(wanted: Wanted, file: _RankFile) -> dict[str, dict[str, list[int]]]:
-    """`boxes` of the file's metadata."""
-    out = {}
-    for number, part in file.parts:
-        item = wanted.tensors[number]
-        box = {"offset": list(part.box.offset), "shape": list(item.shape)}
-        if padded_shape(part):
-            box["box"] = list(part.box.shape)
-        out[item.key.name] = box
-    return out
-
-
-def _list_arrays(wanted: Wanted, file: _RankFile) -> list[tuple[str, DType, tuple[int, ...]]]:
-    """(name, dtype, stored shape) of the file's arrays."""
-    tensors = wanted.tensors
-    return [(tensors[number].key.name, tensors[number].dtype, part.shape) for number, part in file.parts]
-
-
-def _hash_boxes(boxes: str, rows: Iterable[tuple[str, DType, tuple[int, ...]]]) -> str:
-    return boxes_hash(boxes, ((name, dtype.name, shape) for name, dtype, shape in rows))
-
-
-def _build_index_file(wanted: Wanted, layout: Layout, extras: object, files: list[IndexFile]) -> TargetFile:
-    """`ckpt.index.json` with its holes for the digests."""
-    text, holes = index_text(_build_index(wanted, layout, extras, files))
-    patches = tuple(Patch(holes[item.key], "digest", number) for number, item in enumerate(wanted.tensors))
-    return TargetFile(INDEX, len(text), ((0, text),), patches=patches)
-
-
-def _build_index(
-    wanted: Wanted, layout: Layout, extras: object, files: Sequence[IndexFile], *, bare: bool = False
-) -> ShardedIndex:
-    """The index; bare: without its tensors."""
-    cuts = _Cuts(layout)
-    tensors = {}
-    if not bare:
-        tensors = {
-            item.key: IndexTensor(item.dtype, item.shape, cuts.number(placement), item.path)
-            for item, placement in zip(wanted.tensors, layout.placements, strict=True)
-        }
-    origin = wanted.hints.get(Origin)
-    return ShardedIndex(
-        mesh=layout.mesh,
-        files=tuple(files),
-        tensors=tensors,
-        placements=cuts.distinct,
-        fallbacks=fallbacks_of([item.key for item in wanted.tensors], layout) if cuts.has_fallbacks else (),
-        extras=extras,
-        source_format=origin.format if origin else wanted.source_format,
-        hints=_to_strict_json(wanted.hints.without(Origin).plain, "hints"),
-        sidefiles=tuple(path for path, _ in wanted.sidefiles),
-    )
-
-
-class _Cuts:
-    """The distinct placements without their reasons, numbered."""
-
-    def __init__(self, layout: Layout) -> None:
-        objects = {id(placement): placement for placement in layout.placements}
-        bare = {number: placement._replace(choices=()) for number, placement in objects.items()}
-        self.distinct = tuple(sorted(set(bare.values()), key=repr))
-        numbers = {placement: number for number, placement in enumerate(self.distinct)}
-        self._numbers = {number: numbers[placement] for number, placement in bare.items()}
-        self.has_fallbacks = any(
-            choice.reason != "even" for placement in objects.values() for choice in placement.choices
-        )
-
-    def number(self, placement: Placement) -> int:
-        """placement: one of the layout's own objects."""
-        return self._numbers[id(placement)]
-
-
-# -- very many ranks ------------------------------------------------------------------------------------------------
-
-
-class _Large:
-    """A target of very many tensors and ranks: sizes now, heads when they are written."""
+class _Files:
+    """The files of one output: sizes now, heads and arrays when somebody looks at them."""
 
     def __init__(self, wanted: Wanted, layout: Layout) -> None:
         self.wanted = wanted
         self.layout = layout
-        self.extras = _to_strict_json(wanted.extras, "extras")
         self.grid = Grid(wanted, layout)
+        self.slots = self._list_slots()
+        _check_names(wanted, [slot.path for slot in self.slots])
+        self.extras = _to_strict_json(wanted.extras, "extras")
+        self._listable = len(wanted.tensors) * layout.mesh.size <= MANY
         self._sizes: dict[int, int] = {}  # bytes of tensors in the index, by the id of Sheets
-        self.slots, self.paths = self._slots()
-        _check_names(wanted, self.paths)
+        self._check_heads()
 
     def target(self) -> Target:
-        """All files, with heads and arrays that are made on demand."""
-        files = [
-            TargetFile(path, slot.size, Later(lambda s=slot: self._head(s)), Later(lambda s=slot: self._arrays(s)))  # type: ignore[misc]
-            for path, slot in zip(self.paths, self.slots, strict=True)
-        ]
+        """All files."""
+        files = [self._build_target_file(number, slot) for number, slot in enumerate(self.slots)]
         files.extend(self.wanted.side_file_copies())
-        index = Later(lambda: self._build_index_file().literals)
-        files.append(
-            TargetFile(INDEX, self._index_size(), index, patches=Later(lambda: self._build_index_file().patches))
-        )
-        return Target(FORMAT_NAME, tuple(files), places=GridPlaces(self.grid, self.slots, self.identity))
 
-    def _slots(self) -> tuple[list[GridSlot], list[str]]:
+        build_index = cache(self._build_index_file) if self._listable else self._build_index_file
+        literals = Later(lambda: build_index().literals)
+        files.append(TargetFile(INDEX, self._index_size(), literals, patches=Later(lambda: build_index().patches)))
+
+        places = GridPlaces(self.grid, self.slots, self.identity, listable=self._listable)
+        return Target(FORMAT_NAME, tuple(files), places=places)
+
+    def _build_target_file(self, number: int, slot: GridSlot) -> TargetFile:
+        literals: Later[tuple[int, bytes]]
+        arrays: Later[TargetArray]
+        if self._listable:
+            literals = Later(lambda: ((0, self._listed[number].head),))
+            arrays = Later(lambda: self._listed[number].arrays)
+        else:
+            literals = Later(lambda: ((0, self._build_head(self._describe_file(slot), self._save)),))
+            arrays = Later(lambda: self._list_arrays(self._describe_file(slot)))
+        return TargetFile(slot.path, slot.size, literals, arrays)
+
+    def _list_slots(self) -> list[GridSlot]:
         """Every file in the order of its path."""
         grid = self.grid
         mesh = self.layout.mesh
@@ -260,61 +134,112 @@ class _Large:
             for rank, sheet in sheets.by_rank.items():
                 boxes = 1 + len(sheet.order) + sum(band.box_length(rank) for band in sheet.bands)
                 start = header_size(sheet, fixed + _count_characters(state) - 2 + ranks[rank] + boxes)
-                slot = GridSlot(state, rank, start + sheet.nbytes, start, sheet)
-                slots.append((file_name(state, mesh, grid.ranks[rank]), slot))
-        slots.sort(key=lambda pair: pair[0])
-        return [slot for _, slot in slots], [path for path, _ in slots]
+                path = file_name(state, mesh, grid.ranks[rank])
+                slots.append(GridSlot(path, state, rank, start + sheet.nbytes, start, sheet))
+        return sorted(slots, key=attrgetter("path"))
 
-    def _file(self, slot: GridSlot) -> _RankFile:
-        parts = [
-            _RankPart(number, each)
-            for number, each in sorted(self.grid.parts(slot.state, slot.rank), key=_tensor_number)
-        ]
-        return _RankFile(slot.state, self.grid.ranks[slot.rank], parts)
+    # -- what lies in the files -----------------------------------------------------------------------------------
 
     @cached_property
-    def _hashes(self) -> dict[str, str]:
-        return {path: self._hash_file(slot) for path, slot in zip(self.paths, self.slots, strict=True)}
+    def _listed(self) -> list[_FileContent]:
+        """What lies in every file."""
+        files = [self._describe_file(slot) for slot in reversed(self.slots)]
+        save = self._compute_save_id([file.boxes_hash for file in reversed(files)])
+        contents = []
+        while files:  # a description takes more memory than the content, so each is let go before the next head
+            file = files.pop()
+            contents.append(_FileContent(self._build_head(file, save), self._list_arrays(file), file.boxes_hash))
+        return contents
 
-    def _hash_file(self, slot: GridSlot) -> str:
-        file = self._file(slot)
-        return _hash_boxes(dumps(_describe_boxes(self.wanted, file)), _list_arrays(self.wanted, file))
+    def _describe_file(self, slot: GridSlot) -> _RankFile:
+        tensors = self.wanted.tensors
+        parts = self.grid.list_parts(slot)
+        arrays = [(tensors[part.tensor].key.name, tensors[part.tensor].dtype, part.held.shape) for part in parts]
 
-    def _head(self, slot: GridSlot) -> tuple[tuple[int, bytes]]:
-        file = self._file(slot)
-        save = save_id(self.layout.mesh, self.extras, self._hashes)
-        boxes = dumps(_describe_boxes(self.wanted, file))
-        metadata = _header_metadata(self.layout, save, file.state, file.rank, boxes)
-        head, _, size = build_header(_list_arrays(self.wanted, file), metadata)
+        # Canonical JSON, put together from the texts that parts of one kind have in common.
+        entries = sorted([(name, part.box_text) for (name, _, _), part in zip(arrays, parts, strict=True)])
+        quoted = json.dumps([name for name, _ in entries], separators=("\n", ":"))[1:-1].split("\n")
+        boxes = ",".join([f"{name}:{text}" for name, (_, text) in zip(quoted, entries, strict=True)])
+        boxes = f"{{{boxes}}}"
+        digest = boxes_hash(boxes, ((name, dtype.name, shape) for name, dtype, shape in arrays))
+        return _RankFile(slot, parts, arrays, boxes, digest)
+
+    def _build_head(self, file: _RankFile, save: str) -> bytes:
+        slot = file.slot
+        metadata = _header_metadata(self.layout, save, slot.state, self.grid.ranks[slot.rank], file.boxes)
+        head, _, size = build_header(file.arrays, metadata)
         if (len(head), size) != (slot.data_start, slot.size):
             raise InternalError(
                 f"a head of {len(head)} bytes in a file of {size} was planned as {slot.data_start} in {slot.size}",
-                path=file_name(file.state, self.layout.mesh, file.rank),
+                path=slot.path,
                 hint="please report this; nothing was committed",
             )
-        return ((0, head),)
+        return head
 
-    def _arrays(self, slot: GridSlot) -> tuple[TargetArray, ...]:
-        places = self.grid.places(slot)
-        return tuple(
-            TargetArray(part.tensor, part.held.box, places[part.tensor], padded_shape(part.held))
-            for part in self._file(slot).parts
-        )
-
-    def _build_index_file(self) -> TargetFile:
-        entries = [
-            IndexFile(path, slot.size, slot.state, self.grid.ranks[slot.rank], self._hashes[path])
-            for path, slot in zip(self.paths, self.slots, strict=True)
+    def _list_arrays(self, file: _RankFile) -> list[TargetArray]:
+        start = file.slot.data_start
+        return [
+            TargetArray(tensor, held.box, start + begin, padded_shape(held))
+            for tensor, held, _, begin in sorted(file.parts, key=attrgetter("tensor"))
         ]
-        return _build_index_file(self.wanted, self.layout, self.extras, entries)
 
     @cached_property
-    def _cuts(self) -> _Cuts:
-        return _Cuts(self.layout)
+    def _hashes(self) -> list[str]:
+        """The hash of each file's boxes."""
+        if self._listable:
+            return [content.boxes_hash for content in self._listed]
+        return [self._describe_file(slot).boxes_hash for slot in self.slots]
+
+    @cached_property
+    def _save(self) -> str:
+        return self._compute_save_id(self._hashes)
+
+    def _compute_save_id(self, hashes: Sequence[str]) -> str:
+        paths = [slot.path for slot in self.slots]
+        return save_id(self.layout.mesh, self.extras, dict(zip(paths, hashes, strict=True)))
+
+    # -- the index --------------------------------------------------------------------------------------------------
+
+    def _build_index_file(self) -> TargetFile:
+        """`ckpt.index.json` with its holes for the digests."""
+        entries = [
+            IndexFile(slot.path, slot.size, slot.state, self.grid.ranks[slot.rank], boxes)
+            for slot, boxes in zip(self.slots, self._hashes, strict=True)
+        ]
+        text, holes = index_text(self._build_index(entries))
+        patches = [Patch(holes[item.key], "digest", number) for number, item in enumerate(self.wanted.tensors)]
+        return TargetFile(INDEX, len(text), ((0, text),), patches=tuple(patches))
+
+    def _build_index(self, files: Sequence[IndexFile], *, bare: bool = False) -> ShardedIndex:
+        """The index; bare: without its tensors."""
+        wanted = self.wanted
+        cuts = self._cuts
+        tensors = {}
+        if not bare:
+            tensors = {
+                item.key: IndexTensor(item.dtype, item.shape, cuts.number(placement), item.path)
+                for item, placement in zip(wanted.tensors, self.layout.placements, strict=True)
+            }
+        origin = wanted.hints.get(Origin)
+        return ShardedIndex(
+            mesh=self.layout.mesh,
+            files=tuple(files),
+            tensors=tensors,
+            placements=cuts.distinct,
+            fallbacks=fallbacks_of([item.key for item in wanted.tensors], self.layout) if cuts.has_fallbacks else (),
+            extras=self.extras,
+            source_format=origin.format if origin else wanted.source_format,
+            hints=_to_strict_json(wanted.hints.without(Origin).plain, "hints"),
+            sidefiles=tuple(path for path, _ in wanted.sidefiles),
+        )
+
+    @cached_property
+    def _cuts(self) -> _DistinctPlacements:
+        return _DistinctPlacements(self.layout)
 
     @cached_property
     def _bare_index(self) -> bytes:
-        return index_text(_build_index(self.wanted, self.layout, self.extras, (), bare=True))[0]
+        return index_text(self._build_index((), bare=True))[0]
 
     def _index_size(self) -> int:
         """Bytes of the index: its text without files and tensors, and the lengths of theirs."""
@@ -324,14 +249,17 @@ class _Large:
         states = {state: len(dumps(state)) for state in self.grid.states}
 
         files = sum(
-            fixed + len(path) + len(str(slot.size)) + ranks[slot.rank] + states[slot.state]
-            for path, slot in zip(self.paths, self.slots, strict=True)
+            fixed + len(slot.path) + len(str(slot.size)) + ranks[slot.rank] + states[slot.state] for slot in self.slots
         )
-        tensors = sum(map(self._tensors_size, self.grid.states.values())) + len("},") * (len(states) - 1)
-        return len(self._bare_index) + len("\n") + files - len(",\n") + tensors + len("}")
+        if files:
+            files += len("\n") - len(",\n")  # the list's brackets stand on lines of their own
+        tensors = sum(map(self._tensors_size, self.grid.states.values()))
+        if tensors:
+            tensors += len("},") * (len(states) - 1) + len("}")
+        return len(self._bare_index) + files + tensors
 
     def _tensors_size(self, state: GridState) -> int:
-        """Bytes of one state's tensors in the index. Their names are plain, so they take two quotes more."""
+        """Bytes of one state's tensors in the index."""
         opening = len(dumps(state.state)) + len("\n:{\n") - len(",\n")
         sheets_id = id(self.grid.sheets[state.state])
         paths = [self.wanted.tensors[number].path for number in state.numbers]
@@ -344,7 +272,8 @@ class _Large:
         tensor_by_key = dict(
             zip(keys, zip(state.shapes, state.dtypes, state.placements, paths, strict=True), strict=True)
         )
-        size = sum(map(len, state.names))
+        is_plain = are_plain(state.names)  # then a name is written as it is, between two quotes
+        size = sum(map(len, state.names)) if is_plain else sum(len(dumps(name)) - len('""') for name in state.names)
         for key, count in Counter(keys).items():
             shape, dtype, placement, path = tensor_by_key[key]
             before, after = tensor_text("", IndexTensor(dtype, shape, self._cuts.number(placement), path))
@@ -369,14 +298,60 @@ class _Large:
         ]
         return hash_of(dumps([self._bare_index.decode("ascii"), self.wanted.sidefiles, columns]))
 
+    def _check_heads(self) -> None:
+        """Raise now what making a head would raise: UsageError E0200 for names that safetensors can't hold and for
+        heads that are too large. Only where there could be such is any made."""
+        names_are_plain = all(
+            are_plain([name, *state.names]) and len(set(state.names)) == len(state.names)
+            for name, state in self.grid.states.items()
+        )
+        heads_are_small = all(
+            slot.data_start - 8 <= HEADER_LIMIT and len(slot.sheet.order) <= TENSOR_LIMIT for slot in self.slots
+        )
+        if names_are_plain and heads_are_small:
+            return
+        if self._listable:
+            _ = self._listed
+        else:
+            for slot in self.slots:
+                self._build_head(self._describe_file(slot), self._save)
 
-def _tensor_number(part: tuple[int, Held]) -> int:
-    return part[0]
+
+def _header_metadata(layout: Layout, save: str, state: str, rank: Mapping[str, int], boxes: str) -> dict[str, str]:
+    """`__metadata__` of a rank's file."""
+    return {
+        "format": "pt",
+        "ckpt_format": "sharded",
+        "ckpt_version": str(VERSION),
+        "mesh": dumps(layout.mesh.to_json()),
+        "save": save,
+        "state": state,
+        "rank": dumps(rank),
+        "boxes": boxes,
+    }
+
+
+class _DistinctPlacements:
+    """The distinct placements without their reasons, numbered."""
+
+    def __init__(self, layout: Layout) -> None:
+        objects = {id(placement): placement for placement in layout.placements}
+        bare = {number: placement._replace(choices=()) for number, placement in objects.items()}
+        self.distinct = tuple(sorted(set(bare.values()), key=repr))
+        numbers = {placement: number for number, placement in enumerate(self.distinct)}
+        self._numbers = {number: numbers[placement] for number, placement in bare.items()}
+        self.has_fallbacks = any(
+            choice.reason != "even" for placement in objects.values() for choice in placement.choices
+        )
+
+    def number(self, placement: Placement) -> int:
+        """placement: one of the layout's own objects."""
+        return self._numbers[id(placement)]
 
 
 def _count_characters(value: object) -> int:
     """Bytes of `value` as a header's JSON."""
-    return len(json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8"))
+    return len(json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass"))
 
 
 # -- what the format can't hold -----------------------------------------------------------------------------------

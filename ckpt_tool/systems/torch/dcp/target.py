@@ -21,7 +21,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ckpt_tool.core.box import Box, whole
-from ckpt_tool.core.layout import Layout, Placement
+from ckpt_tool.core.cuts import Cut, Cuts
+from ckpt_tool.core.layout import Layout
 from ckpt_tool.core.target import Target, TargetFile, Wanted, whole_file
 from ckpt_tool.core.tensor import Path
 from ckpt_tool.errors import UsageError
@@ -95,10 +96,10 @@ class _DcpWriter:
 
     def __init__(self, wanted: Wanted, layout: Layout, folders: Mapping[str, str]) -> None:
         self.wanted = wanted
-        self.layout = layout
         self.folders = folders
         self.files = ItemFiles(wanted.tensors)
-        self._cuts: dict[tuple[Placement, tuple[int, ...]], tuple[StoredItem, ...]] = {}
+        self._cuts = Cuts(layout)
+        self._items: dict[int, tuple[StoredItem, ...]] = {}  # by the id of a cut
 
     def _folder(self, path: Path) -> str:
         return self.folders.get(str(path[0]), next(iter(self.folders.values()), ""))
@@ -125,19 +126,11 @@ class _DcpWriter:
         """A tensor: an item a box that is written, by the rank that holds its first replica; empty boxes only of an
         empty tensor."""
         shape = self.wanted.tensors[index].shape
-        known = (self.layout.placements[index], shape)
-        found = self._cuts.get(known)
-        if found is None:
-            numbers = {tuple(coords.items()): rank for rank, coords in enumerate(self.layout.mesh.ranks())}
-            boxes: dict[Box, int] = {}
-            for held in self.layout.held(index, shape):
-                if held.replica == 0 and (held.box.numel or 0 in shape):
-                    boxes.setdefault(held.box, numbers[tuple(held.coords.items())])
-            if 0 in shape:
-                boxes = {whole(shape): next(iter(boxes.values()), 0)}
-            found = tuple([StoredItem(box, box.offset, box.shape, rank) for box, rank in boxes.items()])
-            self._cuts[known] = found
-        self.files.tensor(key, path, shape, [TensorShare(index, found)], self._folder(path))
+        cut, first = self._cuts.of(index, shape)
+        items = self._items.get(id(cut))
+        if items is None:
+            items = self._items[id(cut)] = _items_of(cut)
+        self.files.tensor(key, path, shape, [TensorShare(index, items, first=first)], self._folder(path))
 
     def finished(self, keys: Sequence[str]) -> list[TargetFile]:
         """The files. keys: in the order of the metadata."""
@@ -148,3 +141,15 @@ class _DcpWriter:
             if below:
                 out.append(whole_file(folder + METADATA, pickled(below, folder)))
         return [*out, whole_file(METADATA, pickled(entries))]
+
+
+def _items_of(cut: Cut) -> tuple[StoredItem, ...]:
+    """The items of a tensor that is cut so."""
+    is_empty = 0 in cut.shape
+    ranks: dict[Box, int] = {}
+    for part in cut.parts:
+        if part.replica == 0 and (part.box.numel or is_empty):
+            ranks.setdefault(part.box, part.rank)
+    if is_empty:
+        ranks = {whole(cut.shape): next(iter(ranks.values()), 0)}
+    return tuple([StoredItem(box, box.offset, box.shape, rank) for box, rank in ranks.items()])
