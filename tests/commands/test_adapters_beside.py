@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import warnings
 from importlib.util import find_spec
@@ -16,6 +17,7 @@ from ckpt_tool.adapters.fold import fold
 from ckpt_tool.commands.convert import convert
 from ckpt_tool.core.progress import Silent
 from ckpt_tool.errors import CkptError
+from ckpt_tool.formats.adapters.beside import unknown_weights
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.sources.opening import open_source
@@ -123,6 +125,61 @@ def test_a_name_in_both_files_is_refused(llama, tmp_path):
     with pytest.raises(CkptError) as e:
         open_source(str(tmp_path / "adapter"), Reading())
     assert (e.value.code, e.value.exit_code) == ("E2930", 3)
+
+
+OF_NO_TRAINER = (  # with a word in the name that files of trainers have too, or with another library's ending
+    "optimized_embeddings.bin",
+    "my_scheduler_weights.bin",
+    "new_tokenizer_embeddings.bin",
+    "scaler_head.pt",
+    "sampler_projector.pth",
+    "WEIGHTS.BIN",
+    "projector.th",
+    "embeddings.npy",
+    "head.h5",
+)
+
+
+@pytest.mark.parametrize("name", OF_NO_TRAINER)
+def test_a_word_of_trainers_in_a_name_does_not_explain_weights(name: str) -> None:
+    assert unknown_weights([name, "adapter_config.json"]) == [name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    """
+    optimizer.pt optimizer.bin optimizer_1.bin optim_world_size_4_rank_0.pt scheduler.pt lr_scheduler.pt scheduler_1.bin
+    scaler.pt sampler.bin sampler_1.bin dl_state_dict.bin train_dl_state_dict.bin rng_state_0.pth training_args.bin
+    extra_state_world_size_4_rank_0.pt trainer_state.pt tokenizer.bin random_states_0.pt 0000100_adapters.safetensors
+    adapter_model.bin recipe_state.pt
+    """.split(),
+)
+def test_names_that_trainers_give_are_known(name: str) -> None:
+    assert unknown_weights([name, "adapter_config.json"]) == []
+
+
+@pytest.mark.parametrize("ending", ["bin", "safetensors"])
+def test_trained_weights_in_numbered_files_are_read_as_one(ending, llama, tmp_path):
+    """Their index names the folder no model of its own: the adapter would be left out."""
+    base, plain = llama
+    adapter = tmp_path / "adapter"
+    shutil.copytree(plain, adapter)
+    trained = trained_weights()
+    parts = [f"non_lora_state_dict-{number + 1:05d}-of-{len(trained):05d}.{ending}" for number in range(len(trained))]
+    for part, (name, value) in zip(parts, trained.items(), strict=True):
+        save_trained({name: value}, adapter / part)
+    index = {"weight_map": dict(zip(trained, parts, strict=True))}
+    (adapter / f"non_lora_state_dict.{ending}.index.json").write_text(json.dumps(index))
+
+    opened = open_source(str(adapter), Reading())
+    assert opened.catalog.format == "peft"
+    assert {key.name for key in opened.catalog.tensors} >= set(trained)
+    run(base, adapter, tmp_path / "out")
+
+    (adapter / parts[0]).unlink()
+    with pytest.raises(CkptError, match="of weights that were trained") as e:
+        run(base, adapter, tmp_path / "again")
+    assert e.value.code == "E3025"
 
 
 @pytest.mark.parametrize("file", ["mm_projector.bin", "vit.safetensors", "extra.pt", "value_head.safetensors"])

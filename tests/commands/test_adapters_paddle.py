@@ -103,6 +103,11 @@ def test_what_is_no_sum_is_refused(settings, tmp_path):
     [
         {"pissa": False, "use_mora": False, "lora_use_mixer": False, "lorapro": True, "use_quick_lora": True},
         {"tensor_parallel_degree": 4, "head_dim": 8, "lora_plus_scale": 4.0, "merge_weights": True},
+        {
+            "use_intermediate_api": True,
+            "pipeline_parallel_degree": 2,
+            "pipeline_model_parallel_size": 2,
+        },  # auto parallel
         {"next_method": False, "next_config": None},
     ],
 )

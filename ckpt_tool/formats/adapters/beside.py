@@ -14,12 +14,13 @@ Cost: the headers of these files.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey, simple_tensor
-from ckpt_tool.errors import CorruptFile, InconsistentCheckpoint, UsageError
+from ckpt_tool.errors import CorruptFile, Incomplete, InconsistentCheckpoint, UsageError
 from ckpt_tool.storage.safetensors_files.safetensors_file import read_header
 from ckpt_tool.storage.safetensors_files.safetensors_table import HeaderTable
 from ckpt_tool.storage.source import Tree
@@ -28,37 +29,59 @@ if TYPE_CHECKING:
     from ckpt_tool.core.catalog import Unread
 
 TWICE = "E2930"
+LOST_PART = "E3025"
 NO_STATE_DICT = "E1432"
 UNKNOWN_WEIGHTS = "E2931"
 SAFETENSORS = ".safetensors"
 _STEMS = ("non_lora_state_dict", "non_lora_trainables", "trainable_params")
-_WEIGHTS = (".bin", SAFETENSORS, ".pt", ".pth", ".ckpt", ".npz")
+_WEIGHTS = (".bin", SAFETENSORS, ".pt", ".pth", ".ckpt", ".npz", ".npy", ".th", ".h5", ".msgpack")
+_PART = re.compile(rf"({'|'.join(_STEMS)})-(\d{{5}})-of-(\d{{5}})(\.bin|\.safetensors)")
+_INDEXES = frozenset(f"{stem}{ending}.index.json" for stem in _STEMS for ending in (".bin", SAFETENSORS))
 _CONFIG_OF_BASE = "config.json"
 _OF_BASE = ("model.safetensors", "model-*-of-*.safetensors", "pytorch_model.bin", "pytorch_model-*-of-*.bin")
-# What trainers keep beside weights under the same endings
-_OF_TRAINING = (
-    "adapter_model.*",
-    "*_adapters.safetensors",  # older steps of mlx-lm's
-    "training_args*",
-    "trainer_state*",
-    "optim*",
-    "*scheduler*",
-    "rng_state*",
-    "random_states*",
-    "scaler*",
-    "sampler*",
-    "dataloader*",
-    "*dl_state*",
-    "*tokenizer*",
-    "vocab.*",
-    "global_step*",
+# What trainers keep beside weights under the same endings. Words that weights may have in their names too (new
+# embeddings of a tokenizer, a scaler head) count with the endings alone that trainers give them: numbers, ranks,
+# `state_dict`.
+_OF_TRAINING = re.compile(
+    r"""
+    adapter_model\..*
+    |.*_adapters\.safetensors  # older steps of mlx-lm's
+    |(training_args|trainer_state|rng_state|random_states|extra_state|global_step).*
+    |((\w+_)?scheduler|optim(izer)?|scaler|sampler|dataloader|dl_state|.+_dl_state|tokenizer|vocab|recipe_state)
+     ([_-]?(states?|dict|world_size|rank|\d+))*\.[a-z]+
+    """,
+    re.VERBOSE,
 )
 
 
 def trained_files(names: Iterable[str]) -> list[str]:
-    """The files that hold weights trained in full, by the names that trainers give them."""
+    """The files that hold weights trained in full, by the names that trainers give them; several numbered ones too."""
     known = {f"{stem}{ending}" for stem in _STEMS for ending in (".bin", SAFETENSORS)}
-    return sorted(known.intersection(names))
+    return sorted(name for name in names if name in known or _PART.fullmatch(name))
+
+
+def is_of_trained(name: str) -> bool:
+    """Is it a file of such weights, or the index of several?"""
+    return name in _INDEXES or bool(trained_files([name]))
+
+
+def refuse_lost_parts(names: Collection[str], path: str) -> None:
+    """Raise Incomplete E3025 where of several numbered files of trained weights one is not there. path: the folder."""
+    for name in trained_files(names):
+        part = _PART.fullmatch(name)
+        if part is None:
+            continue
+        stem, _, count, ending = part.groups()
+        expected = [f"{stem}-{number:05d}-of-{count}{ending}" for number in range(1, min(int(count), 1000) + 1)]
+        lost = [each for each in expected if each not in names]
+        if lost:
+            raise Incomplete(
+                f"{lost[0]} is missing, one of {int(count)} files of weights that were trained with the adapter",
+                code=LOST_PART,
+                path=path,
+                faults=lost[1:50],
+                hint="fetch it into the folder of the adapter",
+            )
 
 
 def unknown_weights(names: Collection[str]) -> list[str]:
@@ -70,10 +93,10 @@ def unknown_weights(names: Collection[str]) -> list[str]:
     return [
         name
         for name in names
-        if name.endswith(_WEIGHTS)
+        if name.lower().endswith(_WEIGHTS)
         and "/" not in name
         and name not in known
-        and not any(fnmatchcase(name, pattern) for pattern in _OF_TRAINING)
+        and _OF_TRAINING.fullmatch(name) is None
     ]
 
 
@@ -109,8 +132,9 @@ def join_tensors(
     """The adapter's tensors and those of `file`. Raises InconsistentCheckpoint E2930 for a name that both have."""
     twice = [str(key) for key in trained if key in adapter]
     if twice:
+        first = next(chunk.array.file for key in trained if key in adapter for chunk in adapter[key].chunks)
         raise InconsistentCheckpoint(
-            f"{twice[0]} is in the adapter's own file and in {file}",
+            f"{twice[0]} is in {first} and in {file}",
             code=TWICE,
             path=path,
             key=twice[0],

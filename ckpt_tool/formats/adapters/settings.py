@@ -154,7 +154,8 @@ _PADDLE_KNOWN = frozenset(
         *_PADDLE_REFUSED,
         *"""
         r target_modules trainable_modules lora_alpha lora_dropout merge_weights trainable_bias
-        tensor_parallel_degree tensor_model_parallel_size pipeline_model_parallel_size use_intermediate_api dtype
+        tensor_parallel_degree tensor_model_parallel_size pipeline_parallel_degree pipeline_model_parallel_size
+        use_intermediate_api dtype
         head_dim rslora lora_plus_scale use_quick_lora lorapro base_model_name_or_path scaling
         """.split(),
     )

@@ -4,7 +4,8 @@ Specification
 -------------
     adapter_config.json           one JSON object: `peft_type` and that method's settings, keys sorted, indent 2
     adapter_model.safetensors     the tensors, `__metadata__` {"format": "pt"}; or adapter_model.bin, a torch.save file
-    non_lora_state_dict.bin       (a trainer's) weights of the base that were trained in full: see `beside`
+    non_lora_state_dict.bin       (a trainer's) weights of the base that were trained in full: see `beside`;
+                                  numbered files (non_lora_state_dict-00001-of-00002.bin) are one set
     README.md                     the model card; more adapters of one model lie in sub-folders, each a folder like this
 
 Names are those of the wrapped model without the adapter's own name (`default`), so every one begins `base_model.model.`
@@ -44,7 +45,14 @@ from ckpt_tool.core.catalog import Catalog, Note, Unread
 from ckpt_tool.core.hints import Hints
 from ckpt_tool.core.tensor import LogicalTensor, TensorKey
 from ckpt_tool.errors import CorruptFile, Incomplete, InternalError, UnknownFormat, UsageError
-from ckpt_tool.formats.adapters.beside import join_tensors, read_state_dict, read_trained, trained_files
+from ckpt_tool.formats.adapters.beside import (
+    is_of_trained,
+    join_tensors,
+    read_state_dict,
+    read_trained,
+    refuse_lost_parts,
+    trained_files,
+)
 from ckpt_tool.formats.adapters.lone import CONFIG, PeftHints, is_adapter, without_config
 from ckpt_tool.formats.base import AS_IS, Evidence, Holds, ReadOptions
 from ckpt_tool.formats.hub_folder import model_files as hf_files
@@ -104,8 +112,9 @@ class Peft:
 
         file = SAFE if SAFE in names else BIN
         sidefiles = hf_files.side_files(tree)
+        refuse_lost_parts(names, tree.display())
         trained = trained_files(names)
-        listed = (name for name in tree.seen(names) if name != CONFIG)
+        listed = (name for name in tree.seen(names) if name != CONFIG and not is_of_trained(name))
         notes = hf_files.ignored(listed, (file, *trained, *sidefiles))
         tensors: Mapping[TensorKey, LogicalTensor]
         unsafe: tuple[str, ...] = ()

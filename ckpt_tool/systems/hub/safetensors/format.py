@@ -23,7 +23,7 @@ Cost: one open and two preads a file, 1 us and 70 bytes a tensor. Holds the mode
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,7 @@ from ckpt_tool.core.box import whole
 from ckpt_tool.core.catalog import Catalog
 from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import InconsistentCheckpoint, InternalError, UnknownFormat
+from ckpt_tool.formats.adapters.lone import CONFIG
 from ckpt_tool.formats.base import AS_IS, Evidence, Holds, ReadOptions, Specificity
 from ckpt_tool.formats.beside import of_a_trainer
 from ckpt_tool.formats.hub_folder import model_files as hf_files
@@ -160,7 +161,12 @@ def _agree(tree: Tree, catalog: Catalog) -> None:
 
 def _choose(tree: Tree, prefer: str | None) -> FileSet | None:
     if tree.single is None:
-        return hf_files.choose(tree.listing(), prefer=prefer)
+        listing: Collection[str] = tree.listing()
+        if CONFIG in listing:  # several files next to an adapter, and their index, are read with it
+            from ckpt_tool.formats.adapters.beside import is_of_trained
+
+            listing = [path for path in listing if not is_of_trained(path)]
+        return hf_files.choose(listing, prefer=prefer)
     name = tree.single
     head = tree.head(name, HEAD)
     if looks_like_header(head, tree.size(name)):

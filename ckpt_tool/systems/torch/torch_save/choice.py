@@ -23,6 +23,7 @@ from typing import NamedTuple
 from ckpt_tool.core.catalog import Note
 from ckpt_tool.core.missing import report_missing
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint, StorageError
+from ckpt_tool.formats.adapters.lone import CONFIG
 from ckpt_tool.formats.base import Evidence, Specificity
 from ckpt_tool.storage.magic import NPZ, what_is
 from ckpt_tool.storage.safetensors_files.safetensors_file import looks_like_header
@@ -104,6 +105,10 @@ def choose(tree: Tree, prefer: str | None = None) -> ChosenFiles | None:
         return _one(tree, tree.single)
 
     names = tree.names()
+    if CONFIG in names:  # weights that were trained with an adapter are read with it
+        from ckpt_tool.formats.adapters.beside import is_of_trained
+
+        names = [name for name in names if not is_of_trained(name)]
     ranked = rank_files(names)
     wholes = [file for file in ranked if not file.kind]
     alone = not any(name.endswith(_OTHERS) for name in names)
