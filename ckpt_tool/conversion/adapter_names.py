@@ -47,6 +47,7 @@ from ckpt_tool.sources.config import config_of
 if TYPE_CHECKING:
     from ckpt_tool.families.base import Family
 
+PADDLE = "paddle"
 UNEQUAL = "E1435"
 UNSAID = "E1436"
 PARTS = "E1437"
@@ -72,11 +73,25 @@ def adapters_named(chosen: Chosen, job: Conversion) -> Chosen:
         return chosen.noted(f"{job.fmt.name} has no place for what says the adapter's scaling") if lost else chosen
     source = _source(chosen)
     wanted = job.writing.dialect if job.writing.dialect in VARIANTS else job.dialect
+    if chosen.home == PADDLE and wanted != PADDLE:
+        _refuse_paddle(chosen)
     if source != HUB or wanted != HUB:
         _refuse_to_lose_scaling(job)
     if source == wanted or (source != HUB and wanted == MEGATRON and job.writing.dialect is None):
         return chosen
     return under_names(chosen, job, wanted)
+
+
+def _refuse_paddle(chosen: Chosen) -> None:
+    """Raise UsageError E1436 for an adapter of PaddleFormers: its factors are transposed, its names are those of no
+    other system."""
+    raise UsageError(
+        "no rules lead from PaddleFormers' adapters to PEFT's or Megatron's",
+        code=UNSAID,
+        path=chosen.sources[0].path,
+        hint="ckpt merge BASE ADAPTER OUT --method lora folds it into the base; --dialect keep moves the tensors as "
+        "they are",
+    )
 
 
 def _refuse_to_lose_scaling(job: Conversion) -> None:

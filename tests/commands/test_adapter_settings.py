@@ -50,3 +50,13 @@ def test_unknown_settings_pass_where_they_are_off():
     with pytest.raises(CkptError, match="next_config"):
         settings_of({"peft_type": "LORA", "next_config": {"a": 1}}, "c")
     settings_of({"peft_type": "LORA", "next_config": {"a": 1}}, "c", lenient=True)
+
+
+def test_an_initialisation_that_is_not_known_is_refused():
+    """Several of them change the base, which is then another one than the base on disk."""
+    for known in (True, False, "gaussian", "Gaussian", "eva", "orthogonal"):
+        settings_of({"peft_type": "LORA", "init_lora_weights": known}, "c")
+    with pytest.raises(CkptError, match="init_lora_weights milora") as e:
+        settings_of({"peft_type": "LORA", "init_lora_weights": "milora"}, "c")
+    assert e.value.code == "E1422"
+    settings_of({"peft_type": "LORA", "init_lora_weights": "milora"}, "c", lenient=True)

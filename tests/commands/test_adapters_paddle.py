@@ -135,3 +135,11 @@ def test_two_worlds_are_folded_one_by_one(tmp_path):
             Silent(),
         )
     assert e.value.code == "E2402"
+
+
+@pytest.mark.parametrize("to", ["peft", "megatron-dist", "safetensors"])
+def test_other_systems_have_no_rules_for_it(to, tmp_path):
+    """Taken for an adapter of Megatron's it would be written with its factors transposed and without its scaling."""
+    with pytest.raises(CkptError, match="PaddleFormers") as e:
+        convert(str(ROOT / "adapter"), str(tmp_path / "out"), Reading(), Writing(to=to), Silent())
+    assert (e.value.code, e.value.exit_code) == ("E1436", 2) and "ckpt merge" in e.value.hint

@@ -38,6 +38,7 @@ _VARIANTS = {
     "use_qalora": "QALoRA pools its inputs",
 }
 _OWN_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
+_OWN_FACTORS = ("gaussian", "eva", "orthogonal")  # initial values of A and B alone
 _PARTIAL = (
     "layers_to_transform",
     "layers_pattern",
@@ -206,6 +207,8 @@ def _refuse(config: Mapping[str, Any], path: str, *, lenient: bool) -> None:
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_OWN_BASE):
         faults.append(f"init_lora_weights {start}: it was trained on a base that this initialisation changed")
+    elif isinstance(start, str) and start.lower() not in _OWN_FACTORS and not lenient:
+        faults.append(f"init_lora_weights {start[:80]}: this build does not know whether it changes the base")
 
     odd = [
         name
