@@ -89,8 +89,8 @@ def pytest_collection() -> Iterator[object]:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
-    """`share(n)`: of the cases of a test one of n; of many that are left half; the others are slow. `quick`: see tiers.
-    `peers`: more time."""
+    """`share(n)`: of the cases of a test one of n; of many that are left half or a third; the others are slow.
+    `quick`: see tiers. `peers`: more time."""
     shares: dict[int, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("peers") is not None and item.get_closest_marker("timeout") is None:
@@ -102,7 +102,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
         _leave(like, one_of)
     common = [item for item in items if not any(map(item.get_closest_marker, ("slow", "peers", "crash")))]
     counts = Counter(item.nodeid.partition("[")[0] for item in common)
-    _leave([item for item in common if counts[item.nodeid.partition("[")[0]] > tiers.FEW], 2)
+    some, many = [], []
+    for item in common:
+        like = counts[item.nodeid.partition("[")[0]]
+        if like > tiers.FEW:
+            (some if like <= tiers.MANY else many).append(item)
+    _leave(some, 2)
+    _leave(many, 3)
     if _is_quick(config):
         some = tiers.chosen(((item.nodeid, item) for item in items if _may_be_quick(item)), tiers.ONE_OF)
         for item in tiers.chosen(((item.nodeid, item) for item in some), tiers.ONE_OF_A_FILE, like="::"):

@@ -31,6 +31,7 @@ TESTS = Path(__file__).resolve().parent
 ONE_OF = 32
 ONE_OF_A_FILE = 3
 FEW = 4  # like cases that all run by default; of more, half
+MANY = 48  # of more like cases, a third: what the rest would find, the nightly run finds
 # those that train, measure, kill or compile, those that read all sources for seconds, one whose cases take seconds
 # to find in all fixtures, and one that starts a browser
 SLOW_PLACES = frozenset(

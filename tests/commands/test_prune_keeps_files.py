@@ -84,8 +84,18 @@ ALIKE = (
 )
 
 
+def folders_in(step: Path) -> list[str]:
+    return sorted(path.relative_to(step).as_posix() for path in step.rglob("*") if path.is_dir())
+
+
+def names_of_a_person(inner: list[str]) -> list[str]:
+    """inner: the folders of the step."""
+    return [name.format(inner=inner[-1] if inner else ".") for name in (*KEPT, *ALIKE)]
+
+
 @pytest.mark.parametrize("name", registry.NAMES)
 def test_every_fixture_goes_alone_and_stays_with_a_persons_file(tmp_path: Path, name: str) -> None:
+    """All that a person may keep is found at once, as prune finds it; each alone keeps the step in the test below."""
     for number, checkpoint in enumerate(steps_of(name)):
         folder = tmp_path / "run"
         lay_run(folder, checkpoint)
@@ -95,15 +105,25 @@ def test_every_fixture_goes_alone_and_stays_with_a_persons_file(tmp_path: Path, 
             continue
 
         older = lay_run(folder, checkpoint)
-        inner = sorted(path.relative_to(older).as_posix() for path in older.rglob("*") if path.is_dir())
-        notes = [f"{at}/notes.txt" for at in (".", *inner)]
-        for note in notes:
-            write(older / note)
-        assert set(find_other_files(str(older), Reading())) >= {os.path.normpath(note) for note in notes}
-        for note in notes:
-            (older / note).unlink()
-        for kept in (*KEPT, *ALIKE):
-            path = older / kept.format(inner=inner[-1] if inner else ".")
+        inner = folders_in(older)
+        kept = [f"{at}/notes.txt" for at in (".", *inner)] + names_of_a_person(inner)
+        for name_of_file in kept:
+            write(older / name_of_file)
+        found = set(find_other_files(str(older), Reading()))
+        assert found >= {os.path.normpath(name_of_file) for name_of_file in kept}, checkpoint.name
+        (reason,) = prune(folder)
+        assert f"{len(found)} files that are no part of a checkpoint" in reason, (checkpoint.name, reason)
+        assert not prune(folder, with_other_files=True)
+
+
+@pytest.mark.slow  # fourteen runs of prune for each of two fixtures of each format
+@pytest.mark.parametrize("name", registry.NAMES)
+def test_each_file_of_a_person_alone_keeps_the_step(tmp_path: Path, name: str) -> None:
+    for checkpoint in steps_of(name)[:2]:
+        folder = tmp_path / "run"
+        older = lay_run(folder, checkpoint)
+        for kept in names_of_a_person(folders_in(older)):
+            path = older / kept
             there = path.parent.is_dir()
             write(path)
             (reason,) = prune(folder)
@@ -112,8 +132,6 @@ def test_every_fixture_goes_alone_and_stays_with_a_persons_file(tmp_path: Path, 
             path.unlink()
             if not there:
                 shutil.rmtree(older / kept.split("/")[0])
-        write(older / "notes.txt")
-        assert not prune(folder, with_other_files=True)
 
 
 @pytest.mark.parametrize("name", registry.NAMES)
