@@ -27,14 +27,13 @@ Number = int | float
 
 
 class _MapKind(NamedTuple):
-    """undone: the map that undoes the one of an argument. moments: do they go with it as they are? wide: what has fewer
-    bits than fp32 is kept in that, not rounded back."""
+    """A kind of map, of one argument."""
 
-    act: Callable[[Any, Any], Any]
-    undone: Callable[[Any], tuple[str, Any]]
-    says: str
-    moments: bool = False
-    wide: bool = False
+    act: Callable[[Any, Any], Any]  # (value, argument) -> the mapped value
+    undone: Callable[[Any], tuple[str, Any]]  # argument -> (kind, argument) of the map that undoes it
+    says: str  # what happens, in words of the report; {n} tensors
+    moments: bool = False  # do an optimizer's moments go with it as they are?
+    wide: bool = False  # is the result of what has fewer bits than fp32 kept in fp32, not rounded back?
 
 
 _SCALED = "{n} embeddings are multiplied by the root of their width, in fp32"

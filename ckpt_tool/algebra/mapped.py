@@ -17,24 +17,19 @@ from ckpt_tool.core.dtype import DType
 
 
 class Made(NamedTuple):
-    """One target tensor. pieces: `src` a source tensor (or `piece.PAD`: zeros), `dst` this one; they tile it.
-
-    dtype: what the mapping casts its model weights to, None where it says nothing. like: the source whose states and
-    dtypes a tensor of zeros alone has.
-    """
+    """One target tensor."""
 
     name: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-    dtype: DType | None = None
-    like: str = ""
+    pieces: tuple[Piece, ...]  # from source tensors (or `piece.PAD`: zeros) to this one; they tile it
+    dtype: DType | None = None  # what the mapping casts its model weights to, None where it says nothing
+    like: str = ""  # the source whose states and dtypes a tensor of zeros alone has
 
 
 class Mapped(NamedTuple):
-    """made: in the order of the output. dropped: sources that the mapping leaves out in words. unfilled: targets that
-    it says have no source (they are not written). aliases: {another name: the made tensor that it is}."""
+    """What a mapping makes of one checkpoint."""
 
-    made: tuple[Made, ...]
-    dropped: tuple[str, ...] = ()
-    unfilled: tuple[str, ...] = ()
-    aliases: tuple[tuple[str, str], ...] = ()
+    made: tuple[Made, ...]  # in the order of the output
+    dropped: tuple[str, ...] = ()  # sources that the mapping names as left out
+    unfilled: tuple[str, ...] = ()  # targets that it says have no source: they are not written
+    aliases: tuple[tuple[str, str], ...] = ()  # (another name, the made tensor that it is)

@@ -79,33 +79,32 @@ _BY_NAME = {
 
 
 class ModuleRule(NamedTuple):
-    """What GPTQModel's `dynamic` says of the modules whose names begin with `pattern`."""
+    """What GPTQModel's `dynamic` says of the modules whose names begin with `pattern`. None: as all other modules."""
 
     pattern: str
-    # bits, symmetric: None where they have those of all others
     bits: int | None
     symmetric: bool | None
     group: int | None = None
 
 
 class DeclaredScheme(NamedTuple):
-    """scheme: in words. block: (rows, cols) that share a scale, () where it is not stated. bits: of packed codes, each
-    number that the config names. known: can floats be made of it? why: why not, "" where they can. order: of codes that
-    are packed along their inputs or outputs, `quantised_weights.ORDERS`, or in a stream, `quantised_weights.MODES`.
-    apart: of modules that say it for themselves (columns that share a scale, bits, mode). rules: of GPTQModel's
-    `dynamic`, in its order. symmetric: does the config say so of all modules but these? declared: what it says of the
-    parts of weights. trits: of BitNet's codes, one of `quantised_weights.TRIT_SCALES`."""
+    """What a config says of a model's quantised weights, or the names of its tensors where no config does."""
 
-    scheme: str
-    block: tuple[int, ...] = ()
-    bits: tuple[int, ...] = ()
-    why: str = ""
+    scheme: str  # in words
+    block: tuple[int, ...] = ()  # (rows, columns) that share a scale, () where it is not stated
+    bits: tuple[int, ...] = ()  # of packed codes, each number that the config names
+    why: str = ""  # why no floats can be made of it, "" where they can
+
+    # Of codes packed along their inputs or outputs one of `quantised_weights.ORDERS`, of a stream one of `MODES`.
     order: str = ""
+
+    # MLX: modules that say it for themselves -> (columns that share a scale, bits, mode).
     apart: Mapping[str, tuple[int, int, str]] = MappingProxyType({})
-    rules: tuple[ModuleRule, ...] = ()
-    symmetric: bool = False
-    declared: Declared = UNSTATED
-    trits: str = ""
+
+    rules: tuple[ModuleRule, ...] = ()  # GPTQModel's `dynamic`, in its order
+    symmetric: bool = False  # are the zero points of all modules without a rule of their own the middle?
+    declared: Declared = UNSTATED  # what it says of the parts of weights
+    trits: str = ""  # how BitNet's scale is applied, one of `quantised_weights.TRIT_SCALES`
 
     @property
     def known(self) -> bool:
@@ -156,25 +155,25 @@ def quantisation(config: Mapping[str, Any] | None, names: Iterable[str] = ()) ->
     quantisation config at all is an unknown one."""
     stated = section(config or {})
     if stated is None:
-        return _by_name(names)
+        return _recognise_names(names)
     method = str(stated.get("quant_method") or stated.get("quant_algo") or "").lower()
     if method == "compressed-tensors" or (not method and "config_groups" in stated):
-        return _compressed(stated)
+        return _read_compressed(stated)
     blocks = stated.get("weight_block_size") or ()
     sizes = tuple(int(n) for n in blocks if isinstance(n, int)) if isinstance(blocks, list | tuple) else ()
     if method == "bitnet":
-        return _of_bitnet(stated)
+        return _read_bitnet(stated)
     if method == "quanto" and stated.get("weights") not in (None, "int8", "float8"):
         return DeclaredScheme(_QUANTO_PACKED, why=f"its weights {stated['weights']}"[:100])
     if method in _METHODS:
         block = sizes if len(sizes) == 2 and min(sizes) > 0 else ()
-        return DeclaredScheme(method, block, declared=_declared(method, stated, block))
+        return DeclaredScheme(method, block, declared=_declare_parts(method, stated, block))
     if method == "torchao":
-        return _of_torchao(stated)
+        return _read_torchao(stated)
     if method in ("gptq", "awq"):
-        return _of_matrices(method, stated)
+        return _read_gptq_or_awq(method, stated)
     if not method and {"group_size", "bits"} <= stated.keys():
-        return _of_mlx(stated)
+        return _read_mlx(stated)
     return DeclaredScheme(method or "without a name", why=f"quant_method {method or 'is not stated'}")
 
 
@@ -185,14 +184,14 @@ def found_by(scheme: DeclaredScheme | None, tensors: Mapping[str, TensorKind], *
     return find(tensors, **(how if checked else {**how, "check": None}))
 
 
-def _of_matrices(method: str, stated: Mapping[str, Any]) -> DeclaredScheme:
+def _read_gptq_or_awq(method: str, stated: Mapping[str, Any]) -> DeclaredScheme:
     """GPTQ, whose zero points are one too low unless it says `gptq_v2`, and AWQ's `gemm`."""
     bits = stated.get("bits", 4)
     layout = str(stated.get("checkpoint_format") or stated.get("version") or "").lower()
     orders = {"gptq": {"": "gptq", "gptq": "gptq", "gptq_v2": "gptq_v2"}, "awq": {"": "awq", "gemm": "awq"}}
     order = orders[method].get(layout, "")
     why = "" if order else f"its layout {layout}"
-    rules = _dynamic(stated.get("dynamic")) if method == "gptq" else ()
+    rules = _read_dynamic(stated.get("dynamic")) if method == "gptq" else ()
     if isinstance(rules, str):
         why = rules
         rules = ()
@@ -203,10 +202,10 @@ def _of_matrices(method: str, stated: Mapping[str, Any]) -> DeclaredScheme:
     if why:
         return DeclaredScheme(method, why=why)
     found = DeclaredScheme(method, bits=(bits,), order=order, rules=rules, symmetric=bool(stated.get("sym")))
-    return found._replace(declared=_declared_matrices(found, stated))
+    return found._replace(declared=_declare_matrices(found, stated))
 
 
-def _declared_matrices(found: DeclaredScheme, stated: Mapping[str, Any]) -> Declared:
+def _declare_matrices(found: DeclaredScheme, stated: Mapping[str, Any]) -> Declared:
     """What a config of GPTQ or AWQ says of each module's groups."""
     group = stated.get("group_size", stated.get("q_group_size"))
     needs = frozenset({"g_idx"} if stated.get("desc_act") is True and found.scheme == "gptq" else ())
@@ -221,7 +220,7 @@ def _declared_matrices(found: DeclaredScheme, stated: Mapping[str, Any]) -> Decl
     return Declared(of_module=of_module, is_stated=True, endings=endings)
 
 
-def _of_bitnet(stated: Mapping[str, Any]) -> DeclaredScheme:
+def _read_bitnet(stated: Mapping[str, Any]) -> DeclaredScheme:
     """BitNet: `bitlinear` divides by the scale of a weight, `autobitlinear` multiplies with it, unless it quantises
     while it computes and stores floats (`online`)."""
     kind = str(stated.get("linear_class", "bitlinear"))
@@ -234,18 +233,18 @@ def _of_bitnet(stated: Mapping[str, Any]) -> DeclaredScheme:
     return DeclaredScheme("bitnet", declared=declared, trits="divided" if kind == "bitlinear" else "multiplied")
 
 
-def _declared(method: str, stated: Mapping[str, Any], block: tuple[int, ...]) -> Declared:
+def _declare_parts(method: str, stated: Mapping[str, Any], block: tuple[int, ...]) -> Declared:
     """What a config of one of `_METHODS` says of the parts of its weights."""
     if method == "fp8":
-        return Declared(_of_fp8(stated, block), is_stated=True)
+        return Declared(_list_fp8_parts(stated, block), is_stated=True)
     if method == "mxfp8":
         return Declared((WantedParts(frozenset({"fp8"}), (1, 32)),), is_stated=True)
     if method == "mxfp4":
         return Declared((WantedParts(frozenset({"mxfp4 of gpt-oss", "fp4"})),), is_stated=True, expert_biases=True)
     if method == "bitsandbytes":
-        return Declared(_of_bitsandbytes(stated), is_stated=True)
+        return Declared(_list_bitsandbytes_parts(stated), is_stated=True)
     if method in ("modelopt", "modelopt_fp4"):
-        return _of_modelopt(stated)
+        return _declare_modelopt(stated)
     return QUANTO if method == _QUANTO else STATED
 
 
@@ -253,7 +252,7 @@ def _declared(method: str, stated: Mapping[str, Any], block: tuple[int, ...]) ->
 QUANTO = Declared((WantedParts(frozenset({"quanto"}), (1, 0)),), is_stated=True)
 
 
-def _of_fp8(stated: Mapping[str, Any], block: tuple[int, ...]) -> tuple[WantedParts, ...]:
+def _list_fp8_parts(stated: Mapping[str, Any], block: tuple[int, ...]) -> tuple[WantedParts, ...]:
     """Blocks as the config says; where it says none, of 128 as transformers has it, or one scale a tensor or a row. FP4
     weights beside them (DeepSeek V4's experts) have groups of their own."""
     fp8 = frozenset({"fp8", "int8"})
@@ -263,7 +262,7 @@ def _of_fp8(stated: Mapping[str, Any], block: tuple[int, ...]) -> tuple[WantedPa
     return WantedParts(fp8, (0, 0)), WantedParts(fp8, (1, 0)), WantedParts(fp8, (128, 128)), beside
 
 
-def _of_bitsandbytes(stated: Mapping[str, Any]) -> tuple[WantedParts, ...]:
+def _list_bitsandbytes_parts(stated: Mapping[str, Any]) -> tuple[WantedParts, ...]:
     four = frozenset({"bitsandbytes of 4 bits"})
     eight = frozenset({"bitsandbytes of 8 bits"})
     if stated.get("load_in_4bit") is True:
@@ -281,7 +280,7 @@ _MODELOPT = {
 }
 
 
-def _of_modelopt(stated: Mapping[str, Any]) -> Declared:
+def _declare_modelopt(stated: Mapping[str, Any]) -> Declared:
     """ModelOpt: one algorithm for all modules, or one for each by its name."""
     layers = stated.get("quantized_layers")
     rows = layers.items() if isinstance(layers, dict) else ()
@@ -294,7 +293,7 @@ def _of_modelopt(stated: Mapping[str, Any]) -> Declared:
     return Declared((whole,) if whole else (), apart.get, is_stated=True)
 
 
-def _dynamic(stated: Any) -> tuple[ModuleRule, ...] | str:
+def _read_dynamic(stated: Any) -> tuple[ModuleRule, ...] | str:
     """The rules of GPTQModel's `dynamic`: {pattern: what replaces the config's values}, the first that fits counts;
     `-:` before a pattern leaves modules as they are, `+:` says nothing. In words why they are not read."""
     found = []
@@ -319,7 +318,7 @@ def _dynamic(stated: Any) -> tuple[ModuleRule, ...] | str:
     return tuple(found)
 
 
-def _of_torchao(stated: Mapping[str, Any]) -> DeclaredScheme:
+def _read_torchao(stated: Mapping[str, Any]) -> DeclaredScheme:
     """torchao: one config for all modules, or one for each name or pattern."""
     kind = stated.get("quant_type")
     whole = kind.get("default") if isinstance(kind, dict) else None
@@ -328,7 +327,7 @@ def _of_torchao(stated: Mapping[str, Any]) -> DeclaredScheme:
     apart = next((inside[key] for key in _OF_MODULES if isinstance(inside.get(key), dict)), None)
     each = [*apart.values()] if apart else [whole]
     names = dict.fromkeys(
-        str(one.get("_type")) if isinstance(one, dict) else _config_named(str(kind))
+        str(one.get("_type")) if isinstance(one, dict) else _name_config(str(kind))
         for one in each
         if one is not None or not apart
     )
@@ -338,16 +337,16 @@ def _of_torchao(stated: Mapping[str, Any]) -> DeclaredScheme:
     return DeclaredScheme(f"torchao ({shown})"[:200], why=why, declared=STATED)
 
 
-def _config_named(words: str) -> str:
+def _name_config(words: str) -> str:
     """torchao's config of what configs called it before.
 
-    >>> _config_named("int8_dynamic_activation_int8_weight")
+    >>> _name_config("int8_dynamic_activation_int8_weight")
     'Int8DynamicActivationInt8WeightConfig'
     """
     return "".join(word.capitalize() for word in words.split("_")) + "Config"
 
 
-def _of_mlx(stated: Mapping[str, Any]) -> DeclaredScheme:
+def _read_mlx(stated: Mapping[str, Any]) -> DeclaredScheme:
     """MLX: what holds for all modules, and for those that are named apart."""
     named = {name: each for name, each in stated.items() if isinstance(each, dict)}
     whole = stated["group_size"], stated["bits"], stated.get("mode", AFFINE)
@@ -413,7 +412,7 @@ def without(config: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
     return kept
 
 
-def _compressed(stated: Mapping[str, Any]) -> DeclaredScheme:
+def _read_compressed(stated: Mapping[str, Any]) -> DeclaredScheme:
     """compressed-tensors: the formats of all groups, and what no floats can be made of."""
     groups = stated.get("config_groups")
     rows = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
@@ -440,13 +439,13 @@ def _compressed(stated: Mapping[str, Any]) -> DeclaredScheme:
     if stated.get("transform_config"):
         why = "its transform_config: the weights are rotated, and floats of them alone are another model"
 
-    lacking = [each for each in weights if each.get("strategy") == "block" and not _block_of_group(each)]
+    lacking = [each for each in weights if each.get("strategy") == "block" and not _find_block(each)]
     if lacking:
         why = "its strategy of blocks, without a block_structure that says how large they are"
     elif groups and not weights and any(form in _LAYOUTS for form in formats):
         why = "its config_groups, of which none says how weights are stored"
 
-    groups = tuple(_of_group(row, str(row.get("format") or stated.get("format") or "")) for row in rows)
+    groups = tuple(_read_group(row, str(row.get("format") or stated.get("format") or "")) for row in rows)
     return DeclaredScheme(named, block, bits, why, declared=Declared(groups, is_stated=True))
 
 
@@ -461,7 +460,7 @@ _LAYOUTS = {
 }
 
 
-def _of_group(row: Mapping[str, Any], form: str) -> WantedParts:
+def _read_group(row: Mapping[str, Any], form: str) -> WantedParts:
     """What one of compressed-tensors' groups says of its modules."""
     weights = row.get("weights")
     if not isinstance(weights, dict):
@@ -475,13 +474,13 @@ def _of_group(row: Mapping[str, Any], form: str) -> WantedParts:
     stated_bits = bits if is_integer and type(bits) is int and 1 <= bits <= 8 else 0
     # compressed-tensors refuses other groups ("tensor column shape must be divisble by the given group_size").
     divides = weights.get("strategy") in ("group", "tensor_group")
-    return WantedParts(layouts, _block_of_group(weights), needs, named, stated_bits, divides)
+    return WantedParts(layouts, _find_block(weights), needs, named, stated_bits, divides)
 
 
 _WITHOUT_GROUPS = {None: "tensor", -1: "channel"}  # group_size -> strategy
 
 
-def _block_of_group(weights: Mapping[str, Any]) -> tuple[int, int] | None:
+def _find_block(weights: Mapping[str, Any]) -> tuple[int, int] | None:
     """The codes that share a scale by a group's strategy, None where it says none that is known."""
     group = weights.get("group_size")
     strategy = weights.get("strategy")
@@ -501,14 +500,14 @@ def _block_of_group(weights: Mapping[str, Any]) -> tuple[int, int] | None:
     return None
 
 
-def _by_name(names: Iterable[str]) -> DeclaredScheme | None:
+def _recognise_names(names: Iterable[str]) -> DeclaredScheme | None:
     """The scheme that the first name of one scheme alone tells; of quanto all names, since codes of 2 and 4 bits have a
     shift beside them."""
     names = iter(names)
     for name in names:
-        found = _scheme_of_name(name)
+        found = _find_scheme_of_name(name)
         if found == _QUANTO:
-            found = next((_QUANTO_PACKED for other in names if _scheme_of_name(other) == _QUANTO_PACKED), found)
+            found = next((_QUANTO_PACKED for other in names if _find_scheme_of_name(other) == _QUANTO_PACKED), found)
         if found:
             why = "" if found in _METHODS else f"tensors such as {name}"
             return DeclaredScheme(found, why=why, declared=QUANTO if found == _QUANTO else STATED)
@@ -521,9 +520,9 @@ def is_of_one_scheme(name: str) -> bool:
     >>> is_of_one_scheme("model.layers.0.mlp.up_proj.W_q"), is_of_one_scheme("model.layers.0.mlp.up_proj.weight")
     (True, False)
     """
-    return _scheme_of_name(name) is not None
+    return _find_scheme_of_name(name) is not None
 
 
-def _scheme_of_name(name: str) -> str | None:
+def _find_scheme_of_name(name: str) -> str | None:
     dot = name.rfind(".")
     return _BY_NAME.get(name[dot:]) or _BY_NAME.get(name[name.rfind(".", 0, dot) :])

@@ -180,11 +180,11 @@ class WeightFault(NamedTuple):
 
 
 class FoundWeights(NamedTuple):
-    """weights: by the name of their lead. beside: scales of activations and caches. faults: what does not fit."""
+    """What is quantised among some tensors."""
 
-    weights: Mapping[str, Quantised]
-    beside: tuple[str, ...]
-    faults: tuple[WeightFault, ...]
+    weights: Mapping[str, Quantised]  # by the name of the tensor that holds the codes
+    beside: tuple[str, ...]  # scales of activations and caches
+    faults: tuple[WeightFault, ...]  # what does not fit
 
     @property
     def names(self) -> frozenset[str]:
@@ -223,27 +223,29 @@ def find(
     wrong: list[WeightFault] = []
     taken: set[str] = set()
     stated = tuple(block)
-    roles = _roles_among(tensors)
+    roles = _list_roles(tensors)
     tables = {name.removesuffix(_ABSMAX) for name in tensors if name.endswith(_ABSMAX)}
 
     for name, kind in tensors.items():
         if name not in tables and kind.dtype.name not in DTYPES:
             continue
-        found = _packed(name, kind, tensors, bits) if name.endswith((BLOCKS, PACKED)) else None
+        found = _find_packed(name, kind, tensors, bits) if name.endswith((BLOCKS, PACKED)) else None
         if name in tables:
-            found = _tabled(name, kind, tensors)
+            found = _find_tabled(name, kind, tensors)
         elif order in MODES and kind.dtype.name == "U32" and name.endswith(".weight"):
-            found = _stream(name, kind, tensors, apart.get(name.removesuffix(".weight"), (block[1], bits[0], order)))
+            found = _find_stream(
+                name, kind, tensors, apart.get(name.removesuffix(".weight"), (block[1], bits[0], order))
+            )
         elif order and name.endswith(QWEIGHT):
             width = bits[0] if own is None else own(name.removesuffix(QWEIGHT))
-            found = _matrix(name, kind, tensors, width, order)
+            found = _find_matrix(name, kind, tensors, width, order)
         elif name.endswith(QDATA) and (weight := subclass_of(name)):
-            found = _subclass(name, weight, kind, tensors)
+            found = _find_subclass(name, weight, kind, tensors)
         elif name.endswith(DATA):
-            found = _apart(name, kind, tensors)
+            found = _find_quanto(name, kind, tensors)
         elif trits and kind.dtype.name == "U8" and name.endswith(".weight"):
-            found = _trits(name, kind, tensors, trits)
-        found = found or _plain(name, kind, tensors, stated, roles)
+            found = _find_trits(name, kind, tensors, trits)
+        found = found or _find_plain(name, kind, tensors, stated, roles)
         if isinstance(found, Quantised):
             weights[name] = found
             taken.update(found.names)
@@ -252,7 +254,7 @@ def find(
 
     faults = [fault for fault in wrong if fault.name not in taken]  # scales may be FP8 themselves
     beside = tuple(name for name in tensors if name.endswith(_ACTIVATIONS) and name not in taken)
-    faults += _alone(tensors, {*taken, *beside, *(fault.name for fault in faults)})
+    faults += _list_lone_scales(tensors, {*taken, *beside, *(fault.name for fault in faults)})
 
     if check is not None:
         known = frozenset((*taken, *beside, *(fault.name for fault in faults)))
@@ -306,7 +308,7 @@ def units(weight: Quantised, tensors: Mapping[str, TensorKind]) -> dict[str, Uni
     return out
 
 
-def _roles_among(tensors: Iterable[str]) -> Mapping[str, str]:
+def _list_roles(tensors: Iterable[str]) -> Mapping[str, str]:
     """The endings of parts that are there at all: most checkpoints have scales alone."""
     words = {name.rpartition("_")[2] for name in tensors}
     return {ending: role for ending, role in _ROLES.items() if ending.rpartition("_")[2] in words}
@@ -329,12 +331,12 @@ def part_of(name: str) -> str | None:
     return f"{stem}.weight" if ending in (*_OF_MODULE, _SCB, _FORMAT) else stem
 
 
-def _plain(
+def _find_plain(
     name: str, kind: TensorKind, tensors: Mapping[str, TensorKind], block: tuple[int, ...], roles: Mapping[str, str]
 ) -> Quantised | WeightFault | None:
     """A weight whose codes have its own name."""
     if kind.dtype.name == "U8" and f"{name}_scale_2" in tensors and f"{name}_scale" in tensors:
-        return _nibbles(name, name, kind, f"{name}_scale", tensors)
+        return _find_nibbles(name, name, kind, f"{name}_scale", tensors)
     if kind.dtype.name not in CODES:
         return None
 
@@ -344,7 +346,7 @@ def _plain(
         if name.endswith(".weight"):
             module = name.removesuffix(".weight")
             if kind.dtype.name == "I8" and f"{module}{_SCB}" in tensors:
-                return _of_127(name, module, kind, tensors)
+                return _find_int8(name, module, kind, tensors)
             names += [f"{module}{ending}" for ending in _OF_MODULE]
         there = next((each for each in names if each in tensors), None)
         if there is None and kind.dtype.name in ("I8", "F4"):  # integers that nothing says are codes
@@ -356,16 +358,16 @@ def _plain(
     if kind.dtype.name == "F4" or (
         kind.dtype.name == "I8" and scale != f"{name}_scale" and _is_halved(kind, tensors[scale])
     ):
-        return _nibbles(name, name, kind, scale, tensors)
+        return _find_nibbles(name, name, kind, scale, tensors)
 
-    shape = _over(kind.shape)
+    shape = _make_matrix_shape(kind.shape)
     width = block_of(shape, tensors[scale].shape, block)
     if width is None:
-        return _misfit(scale, tensors, shape)
-    return Quantised(name, BYTES, name, _parts(name, scale, tensors, roles), kind.shape, width, 8)
+        return _make_misfit(scale, tensors, shape)
+    return Quantised(name, BYTES, name, _list_parts(name, scale, tensors, roles), kind.shape, width, 8)
 
 
-def _packed(
+def _find_packed(
     name: str, kind: TensorKind, tensors: Mapping[str, TensorKind], bits: Sequence[int]
 ) -> Quantised | WeightFault | None:
     """A weight whose codes have another name than its own."""
@@ -395,11 +397,11 @@ def _packed(
     if made in tensors:
         return WeightFault(name, f"packed codes next to {made} itself", lacking=False)
     if kind.dtype.name == "U8":
-        return _nibbles(made, name, kind, scale, tensors)
-    return _words(made, name, kind, scale, tensors, bits)
+        return _find_nibbles(made, name, kind, scale, tensors)
+    return _find_words(made, name, kind, scale, tensors, bits)
 
 
-def _tabled(name: str, kind: TensorKind, tensors: Mapping[str, TensorKind]) -> Quantised | WeightFault:
+def _find_tabled(name: str, kind: TensorKind, tensors: Mapping[str, TensorKind]) -> Quantised | WeightFault:
     """Codes of 4 bits of a line, two a byte, whatever dtype these are declared as."""
     parts = {"scale": f"{name}{_ABSMAX}"}
     state = next((f"{name}{ending}" for ending in _STATES if f"{name}{ending}" in tensors), f"{name}{_STATES[0]}")
@@ -418,11 +420,11 @@ def _tabled(name: str, kind: TensorKind, tensors: Mapping[str, TensorKind]) -> Q
             return WeightFault(part, f"{told.dtype.name} {list(told.shape)} next to codes of a table", lacking=False)
     numel = prod(kind.shape) * kind.dtype.bits // 4
     if not numel or not scales.shape[0] or kind.dtype.bits % 8:
-        return _misfit(parts["scale"], tensors, kind.shape)
+        return _make_misfit(parts["scale"], tensors, kind.shape)
     return Quantised(name, TABLED, name, parts, (numel,), (1, ceil_div(numel, scales.shape[0])), 4)
 
 
-def _apart(name: str, kind: TensorKind, tensors: Mapping[str, TensorKind]) -> Quantised | WeightFault | None:
+def _find_quanto(name: str, kind: TensorKind, tensors: Mapping[str, TensorKind]) -> Quantised | WeightFault | None:
     """quanto's codes of 8 bits, one tensor of them and one of scales below the weight's name."""
     made = name.removesuffix(DATA)
     scale = f"{made}._scale"
@@ -432,25 +434,25 @@ def _apart(name: str, kind: TensorKind, tensors: Mapping[str, TensorKind]) -> Qu
         return WeightFault(name, f"codes without {scale}", lacking=True)
     if made in tensors:
         return WeightFault(name, f"codes next to {made} itself", lacking=False)
-    shape = _over(kind.shape)
+    shape = _make_matrix_shape(kind.shape)
     block = block_of(shape, tensors[scale].shape)
     if block is None:
-        return _misfit(scale, tensors, shape)
+        return _make_misfit(scale, tensors, shape)
     return Quantised(made, BYTES, name, {"scale": scale}, kind.shape, block, 8)
 
 
-def _trits(name: str, kind: TensorKind, tensors: Mapping[str, TensorKind], scales: str) -> Quantised | WeightFault:
+def _find_trits(name: str, kind: TensorKind, tensors: Mapping[str, TensorKind], scales: str) -> Quantised | WeightFault:
     """BitNet's codes of -1, 0 and 1, four a byte, and the number that all are divided by or multiplied with."""
     scale = f"{name}{SCALE}"
     if scale not in tensors:
         return WeightFault(name, f"codes without {scale}", lacking=True)
     if len(kind.shape) != 2 or not all(kind.shape) or prod(tensors[scale].shape) != 1:
-        return _misfit(scale, tensors, kind.shape)
+        return _make_misfit(scale, tensors, kind.shape)
     shape = (4 * kind.shape[0], kind.shape[1])
     return Quantised(name, TRITS, name, {"scale": scale}, shape, shape, 2, scales)
 
 
-def _stream(
+def _find_stream(
     name: str, kind: TensorKind, tensors: Mapping[str, TensorKind], stated: tuple[int, int, str]
 ) -> Quantised | WeightFault | None:
     """Words full of codes, a stream a row, with scales of groups; where codes are integers, biases too."""
@@ -475,17 +477,17 @@ def _stream(
         or scales.shape[:-1] != kind.shape[:-1]
         or scales.shape[-1] * group != columns
     ):
-        return _misfit(parts["scale"], tensors, (*kind.shape[:-1], columns))
+        return _make_misfit(parts["scale"], tensors, (*kind.shape[:-1], columns))
     return Quantised(name, STREAM, name, parts, (*kind.shape[:-1], columns), (1, group), bits, mode)
 
 
-def _of_127(name: str, module: str, kind: TensorKind, tensors: Mapping[str, TensorKind]) -> Quantised | WeightFault:
+def _find_int8(name: str, module: str, kind: TensorKind, tensors: Mapping[str, TensorKind]) -> Quantised | WeightFault:
     """Bytes with the largest magnitude of each row beside them."""
     parts = {"scale": f"{module}{_SCB}"}
     if f"{module}{_FORMAT}" in tensors:
         parts["weight_format"] = f"{module}{_FORMAT}"
     if len(kind.shape) != 2 or not all(kind.shape) or tensors[parts["scale"]].shape != kind.shape[:1]:
-        return _misfit(parts["scale"], tensors, kind.shape)
+        return _make_misfit(parts["scale"], tensors, kind.shape)
     return Quantised(name, OF_127, name, parts, kind.shape, (1, kind.shape[1]), 8)
 
 
@@ -530,7 +532,9 @@ def tiled(rows: int, columns: int) -> Shape:
     return 32 * ceil_div(rows, TILE[0]), 16 * ceil_div(columns, TILE[1])
 
 
-def _subclass(name: str, weight: str, kind: TensorKind, tensors: Mapping[str, TensorKind]) -> Quantised | WeightFault:
+def _find_subclass(
+    name: str, weight: str, kind: TensorKind, tensors: Mapping[str, TensorKind]
+) -> Quantised | WeightFault:
     """A tensor subclass of torchao's in its parts."""
     named = {role: subclass_part(weight, role) for role in _OF_SUBCLASS}
     parts = {role: part for role, part in named.items() if part in tensors}
@@ -568,11 +572,11 @@ def _subclass(name: str, weight: str, kind: TensorKind, tensors: Mapping[str, Te
 
     zeros = tensors.get(parts.get("zero_point", ""), scales)
     if block is None or zeros.shape != scales.shape:
-        return _misfit(parts["scale"], tensors, shape)
+        return _make_misfit(parts["scale"], tensors, shape)
     return Quantised(weight, NIBBLES if halved else BYTES, name, parts, shape, block, 4 if halved else 8, order)
 
 
-def _matrix(
+def _find_matrix(
     name: str, kind: TensorKind, tensors: Mapping[str, TensorKind], bits: int, order: str
 ) -> Quantised | WeightFault:
     """The codes of a matrix (inputs, outputs), packed along its inputs (GPTQ) or its outputs (AWQ)."""
@@ -586,13 +590,13 @@ def _matrix(
     grid = tensors[parts["scale"]].shape
     zeros = tensors[parts["zero_point"]].shape
     if len(kind.shape) != 2 or len(grid) != 2 or not all((*kind.shape, *grid)):
-        return _misfit(parts["scale"], tensors, kind.shape)
+        return _make_misfit(parts["scale"], tensors, kind.shape)
     inputs = kind.shape[0] if order == "awq" else kind.shape[0] * 32 // bits
     outputs = grid[1]
     stored = (inputs, outputs * bits // 32) if order == "awq" else (inputs * bits // 32, outputs)
     given = tensors[parts["g_idx"]].shape if "g_idx" in parts else (inputs,)
     if kind.shape != stored or outputs * bits % 32 or (inputs * bits % 32 and order != "awq") or grid[0] > inputs:
-        return _misfit(parts["scale"], tensors, kind.shape)
+        return _make_misfit(parts["scale"], tensors, kind.shape)
     if zeros != (grid[0], outputs * bits // 32) or given != (inputs,):
         return WeightFault(
             name, f"zero points {list(zeros)} and groups of {list(given)} for {list(grid)} scales", lacking=False
@@ -601,7 +605,7 @@ def _matrix(
     return Quantised(f"{module}.weight", MATRIX, name, parts, (inputs, outputs), (block, 1), bits, order)
 
 
-def _words(
+def _find_words(
     made: str, name: str, kind: TensorKind, scale: str, tensors: Mapping[str, TensorKind], bits: Sequence[int]
 ) -> Quantised | WeightFault:
     """32-bit words full of codes. Their number is in `X_shape`, a value; scales and the config's bits tell it as well,
@@ -610,21 +614,23 @@ def _words(
         return WeightFault(name, f"packed codes without {made}_shape", lacking=True)
     grid = tensors[scale].shape
     if len(kind.shape) < 2 or len(grid) < 2 or grid[:-1] != kind.shape[:-1] or not 0 < grid[-1] <= 32 * kind.shape[-1]:
-        return _misfit(scale, tensors, (*kind.shape[:-1], -1))
-    width = bits[0] if len(set(bits)) == 1 else _bits(32 * kind.shape[-1], grid[-1])
+        return _make_misfit(scale, tensors, (*kind.shape[:-1], -1))
+    width = bits[0] if len(set(bits)) == 1 else _guess_bits(32 * kind.shape[-1], grid[-1])
     columns = 32 * kind.shape[-1] // width
     group = max(columns // grid[-1], 1)
     columns = group * grid[-1]
-    return Quantised(made, WORDS, name, _parts(made, scale, tensors), (*kind.shape[:-1], columns), (1, group), width)
+    return Quantised(
+        made, WORDS, name, _list_parts(made, scale, tensors), (*kind.shape[:-1], columns), (1, group), width
+    )
 
 
-def _bits(stored: int, groups: int) -> int:
+def _guess_bits(stored: int, groups: int) -> int:
     """Bits of a code where no config states them: 4 or 8, whichever gives groups of a usual size."""
     usual = [width for width in (4, 8) if groups > 1 and stored // width // groups in (32, 64, 128, 256, 16, 512, 1024)]
     return usual[0] if usual else 4
 
 
-def _nibbles(
+def _find_nibbles(
     made: str, name: str, kind: TensorKind, scale: str, tensors: Mapping[str, TensorKind]
 ) -> Quantised | WeightFault:
     """Codes of four bits, two a byte, but for F4, which counts them itself."""
@@ -638,8 +644,10 @@ def _nibbles(
         or not grid[-1]
         or shape[-1] % (2 * grid[-1])
     ):
-        return _misfit(scale, tensors, shape)
-    return Quantised(made, NIBBLES, name, _parts(made, scale, tensors), shape, (1, max(shape[-1] // grid[-1], 1)), 4)
+        return _make_misfit(scale, tensors, shape)
+    return Quantised(
+        made, NIBBLES, name, _list_parts(made, scale, tensors), shape, (1, max(shape[-1] // grid[-1], 1)), 4
+    )
 
 
 def _is_halved(kind: TensorKind, scale: TensorKind) -> bool:
@@ -651,7 +659,7 @@ def _is_halved(kind: TensorKind, scale: TensorKind) -> bool:
     )
 
 
-def _parts(
+def _list_parts(
     made: str, scale: str, tensors: Mapping[str, TensorKind], roles: Mapping[str, str] = _ROLES
 ) -> dict[str, str]:
     parts = {"scale": scale}
@@ -661,7 +669,7 @@ def _parts(
     return parts
 
 
-def _over(shape: Shape) -> Shape:
+def _make_matrix_shape(shape: Shape) -> Shape:
     """A vector as one row."""
     return shape if len(shape) > 1 else (1, prod(shape))
 
@@ -684,7 +692,7 @@ def block_of(shape: Shape, grid: Shape, stated: tuple[int, ...] = ()) -> tuple[i
     if len(grid) == 2 < len(shape):
         return None
     wanted = (*stated, 0, 0)[:2]
-    found = [_width(n, count, each) for n, count, each in zip((rows, columns), grid[-2:], wanted, strict=True)]
+    found = [_find_width(n, count, each) for n, count, each in zip((rows, columns), grid[-2:], wanted, strict=True)]
     return (found[0], found[1]) if all(found) else None
 
 
@@ -703,7 +711,7 @@ def is_block_assumed(weight: Quantised) -> bool:
     return False
 
 
-def _width(n: int, count: int, stated: int) -> int:
+def _find_width(n: int, count: int, stated: int) -> int:
     """Elements a block of `count` blocks along a dim of `n`; 0 where none fits."""
     if count == 1 and not (stated and ceil_div(n, stated) == 1):
         return max(n, 1)
@@ -713,13 +721,13 @@ def _width(n: int, count: int, stated: int) -> int:
     return n // count if count and n % count == 0 else 0
 
 
-def _misfit(scale: str, tensors: Mapping[str, TensorKind], shape: Shape) -> WeightFault:
+def _make_misfit(scale: str, tensors: Mapping[str, TensorKind], shape: Shape) -> WeightFault:
     return WeightFault(
         scale, f"scales of shape {list(tensors[scale].shape)} for codes of shape {list(shape)}", lacking=False
     )
 
 
-def _alone(tensors: Mapping[str, TensorKind], taken: set[str]) -> Iterator[WeightFault]:
+def _list_lone_scales(tensors: Mapping[str, TensorKind], taken: set[str]) -> Iterator[WeightFault]:
     """Scales of nothing."""
     for name in tensors:
         if name not in taken and name.endswith(("_scale_inv", ".weight_scale", "._weight_scale")):

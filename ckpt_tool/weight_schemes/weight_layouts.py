@@ -233,26 +233,26 @@ class Declared(NamedTuple):
                 faults.append(WeightFault(lead, what, lacking=False))
                 checked[lead] = weight
                 continue
-            faults += _misfits(weight, layout, tensors)
-            checked[lead], unlike = self._as_wanted(weight, layout, tensors)
+            faults += _list_misfits(weight, layout, tensors)
+            checked[lead], unlike = self._fit_to_config(weight, layout, tensors)
             faults += unlike
         if self.is_stated or weights:
-            faults += self._left_over(weights, tensors, taken)
+            faults += self._list_left_over(weights, tensors, taken)
         return checked, faults
 
-    def _as_wanted(
+    def _fit_to_config(
         self, weight: Quantised, layout: WeightLayout, tensors: Mapping[str, TensorKind]
     ) -> tuple[Quantised, list[WeightFault]]:
         """(the weight with the block of the alternative that it fits, [] or why it fits none)."""
         first: list[WeightFault] = []
         for wanted in self.alternatives(weight.made.removesuffix(".weight")):
-            faults, block = _unlike(weight, layout, wanted, tensors)
+            faults, block = _compare_with_config(weight, layout, wanted, tensors)
             if not faults:
                 return weight._replace(block=block), []
             first = first or faults
         return weight, first
 
-    def _left_over(
+    def _list_left_over(
         self, weights: Mapping[str, Quantised], tensors: Mapping[str, TensorKind], taken: frozenset[str]
     ) -> Iterator[WeightFault]:
         """Parts without codes, codes without parts, and parts that the weights beside them have."""
@@ -276,7 +276,7 @@ class Declared(NamedTuple):
             elif self.is_stated and _may_be_codes(name, kind):
                 yield WeightFault(name, f"{kind.dtype.name} codes without their scales", lacking=True)
         if self.expert_biases:
-            yield from _without_bias(weights, tensors)
+            yield from _list_lone_biases(weights, tensors)
 
 
 # Endings of names that only parts of quantised weights have. The first of each weight are its codes.
@@ -309,7 +309,7 @@ def find_layout(weight: Quantised, tensors: Mapping[str, TensorKind]) -> WeightL
     return next(iter(by_scale or fits), None)
 
 
-def _misfits(weight: Quantised, layout: WeightLayout, tensors: Mapping[str, TensorKind]) -> Iterator[WeightFault]:
+def _list_misfits(weight: Quantised, layout: WeightLayout, tensors: Mapping[str, TensorKind]) -> Iterator[WeightFault]:
     """What does not fit the layout, whatever a config says."""
     for role, part in layout.parts.items():
         if part.is_needed and role not in weight.parts:
@@ -344,7 +344,7 @@ def _zeros_fit(weight: Quantised, tensors: Mapping[str, TensorKind]) -> bool:
     return is_packed and len(zeros.shape) > 1 and zeros.shape[-2] in {words, *of_any_bits}
 
 
-def _unlike(
+def _compare_with_config(
     weight: Quantised, layout: WeightLayout, wanted: WantedParts, tensors: Mapping[str, TensorKind]
 ) -> tuple[list[WeightFault], tuple[int, int]]:
     """([] or how a weight differs from what the config says, its block by the config)."""
@@ -368,7 +368,7 @@ def _unlike(
 
     name = weight.parts["scale"]
     shape = tensors[name].shape
-    if shape not in _shapes_of(grid, weight.shape[:-2]):
+    if shape not in _list_shapes(grid, weight.shape[:-2]):
         faults.append(WeightFault(name, f"scales of shape {list(shape)}, by the config {list(grid)}", lacking=False))
     return faults, block
 
@@ -376,13 +376,13 @@ def _unlike(
 def unlike(weight: Quantised, wanted: WantedParts, tensors: Mapping[str, TensorKind]) -> list[WeightFault]:
     """How a weight differs from what is said of it alone, [] where it does not."""
     layout = find_layout(weight, tensors)
-    return [] if layout is None else _unlike(weight, layout, wanted, tensors)[0]
+    return [] if layout is None else _compare_with_config(weight, layout, wanted, tensors)[0]
 
 
-def _shapes_of(grid: tuple[int, int], lead: Shape) -> set[Shape]:
+def _list_shapes(grid: tuple[int, int], lead: Shape) -> set[Shape]:
     """The shapes that scales in a grid may have, for each matrix of `lead`.
 
-    >>> sorted(_shapes_of((4, 1), ()))
+    >>> sorted(_list_shapes((4, 1), ()))
     [(4,), (4, 1)]
     """
     shapes = {(*lead, *grid)}
@@ -412,7 +412,7 @@ def _may_be_codes(name: str, kind: TensorKind) -> bool:
     return kind.dtype.name in _INTEGER_CODES and len(kind.shape) > 1 and name.endswith(_OF_CODES)
 
 
-def _without_bias(weights: Mapping[str, Quantised], tensors: Mapping[str, TensorKind]) -> Iterator[WeightFault]:
+def _list_lone_biases(weights: Mapping[str, Quantised], tensors: Mapping[str, TensorKind]) -> Iterator[WeightFault]:
     """Stacked experts of gpt-oss that lack their bias, and biases that lack their experts."""
     stacked = {weight.made: weight for weight in weights.values() if ".experts." in weight.made}
     for made, weight in stacked.items():

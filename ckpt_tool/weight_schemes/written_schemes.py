@@ -92,21 +92,21 @@ class Scheme(NamedTuple):
         return self.block[0] > 1 and any(size > n and size % n for n, size in zip(self.block, shape[-2:], strict=True))
 
 
-def _stated(bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any]:
+def _state_values(bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any]:
     """What compressed-tensors says of values, as far as it is not its default."""
     return {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": False} | more
 
 
-def _plain(kind: str, data: Any) -> dict[str, Any]:
+def _make_plain(kind: str, data: Any) -> dict[str, Any]:
     """A value of one of torchao's classes, or of torch's, as torchao writes it in JSON."""
     return {"_type": kind, "_data": data}
 
 
 _CT = "compressed-tensors"
 _TORCHAO = "torchao"
-_AO_E4M3, _AO_AUTO = _plain("torch.dtype", "float8_e4m3fn"), _plain("KernelPreference", "AUTO")
-_AO_ROW, _AO_SYMMETRIC = _plain("PerRow", {"dim": -1}), _plain("MappingType", "SYMMETRIC")
-_AO_PRODUCT = _plain("Float8MMConfig", {"emulate": False, "use_fast_accum": True, "pad_inner_dim": False})
+_AO_E4M3, _AO_AUTO = _make_plain("torch.dtype", "float8_e4m3fn"), _make_plain("KernelPreference", "AUTO")
+_AO_ROW, _AO_SYMMETRIC = _make_plain("PerRow", {"dim": -1}), _make_plain("MappingType", "SYMMETRIC")
+_AO_PRODUCT = _make_plain("Float8MMConfig", {"emulate": False, "use_fast_accum": True, "pad_inner_dim": False})
 _AO_BOUNDS = dict.fromkeys(("hp_value_lb", "hp_value_ub"))
 _OF_TOKENS = {"dynamic": True}
 _E4M3 = "torch.float8_e4m3fn"
@@ -114,29 +114,29 @@ _ROWS = (
     Scheme("fp8-block", BYTES, "F8_E4M3", 8, (128, 128), SCALE_INV, "F32", "fp8"),
     Scheme(
         *("fp8-channel", BYTES, "F8_E4M3", 8, (1, 0), SCALE, "", _CT, "float-quantized"),
-        _stated(8, "float", "channel"),
-        _stated(8, "float", "token", **_OF_TOKENS),
+        _state_values(8, "float", "channel"),
+        _state_values(8, "float", "token", **_OF_TOKENS),
     ),
     Scheme(
         *("int8", BYTES, "I8", 8, (1, 0), SCALE, "", _CT, "int-quantized"),
-        _stated(8, "int", "channel"),
-        _stated(8, "int", "token", **_OF_TOKENS),
+        _state_values(8, "int", "channel"),
+        _state_values(8, "int", "token", **_OF_TOKENS),
     ),
     Scheme(
         *("int4-g128", WORDS, "I32", 4, (1, 128), SCALE, "", _CT, "pack-quantized"),
-        _stated(4, "int", "group", group_size=128),
+        _state_values(4, "int", "group", group_size=128),
     ),
     Scheme(
         *("mxfp8", BYTES, "F8_E4M3", 8, (1, 32), SCALE, "U8", _CT, "mxfp8-quantized"),
-        _stated(8, "float", "group", group_size=32, scale_dtype="torch.uint8", zp_dtype="torch.uint8"),
+        _state_values(8, "float", "group", group_size=32, scale_dtype="torch.uint8", zp_dtype="torch.uint8"),
     ),
     Scheme(
         *("mxfp4", NIBBLES, "U8", 4, (1, 32), SCALE, "U8", _CT, "mxfp4-pack-quantized"),
-        _stated(4, "float", "group", group_size=32, scale_dtype="torch.uint8", zp_dtype="torch.uint8"),
+        _state_values(4, "float", "group", group_size=32, scale_dtype="torch.uint8", zp_dtype="torch.uint8"),
     ),
     Scheme(
         *("nvfp4", NIBBLES, "U8", 4, (1, 16), SCALE, "F8_E4M3", _CT, "nvfp4-pack-quantized"),
-        _stated(4, "float", "tensor_group", group_size=16, scale_dtype=_E4M3, zp_dtype=_E4M3),
+        _state_values(4, "float", "tensor_group", group_size=16, scale_dtype=_E4M3, zp_dtype=_E4M3),
     ),
     Scheme(
         *("fp8-channel:torchao", BYTES, "F8_E4M3", 8, (1, 0), SCALE, "F32", _TORCHAO),
@@ -145,7 +145,7 @@ _ROWS = (
         subclass="Float8Tensor",
         attributes={
             "mm_config": _AO_PRODUCT,
-            "act_quant_kwargs": _plain(
+            "act_quant_kwargs": _make_plain(
                 "QuantizeTensorToFloat8Kwargs",
                 {
                     "float8_dtype": _AO_E4M3,
@@ -165,7 +165,7 @@ _ROWS = (
         {"granularity": _AO_ROW | {"_version": 1}, "act_mapping_type": _AO_SYMMETRIC, "reduce_range": False},
         subclass="Int8Tensor",
         attributes={
-            "act_quant_kwargs": _plain(
+            "act_quant_kwargs": _make_plain(
                 "QuantizeTensorToInt8Kwargs",
                 {"granularity": _AO_ROW, "mapping_type": _AO_SYMMETRIC, "reduce_range": False},
             ),
@@ -220,9 +220,9 @@ def stated_of(scheme: Scheme, shape: Shape, floats: DType) -> str:
     >>> json.loads(stated_of(SCHEMES["int8:torchao"], (64, 32), DTYPES["BF16"]))["_data"]["block_size"]
     [1, 32]
     """
-    own = {"block_size": [1] * (len(shape) - 1) + [shape[-1]], "dtype": _plain("torch.dtype", floats.torch)}
+    own = {"block_size": [1] * (len(shape) - 1) + [shape[-1]], "dtype": _make_plain("torch.dtype", floats.torch)}
     return json.dumps(
-        {**_plain(scheme.subclass, {**scheme.attributes, **own}), "_tensor_data_names": ["qdata", "scale"]}
+        {**_make_plain(scheme.subclass, {**scheme.attributes, **own}), "_tensor_data_names": ["qdata", "scale"]}
     )
 
 
@@ -242,15 +242,15 @@ def config_of(scheme: Scheme, kept: Sequence[str]) -> dict[str, Any]:
             }
         }
     if scheme.method == _TORCHAO:
-        default = {**_plain(scheme.form, dict(scheme.weights)), "_version": 2}
+        default = {**_make_plain(scheme.form, dict(scheme.weights)), "_version": 2}
         stays = {"modules_to_not_convert": list(kept), "include_input_output_embeddings": False}
         return {CONFIG_KEYS[0]: {**stays, "quant_method": _TORCHAO, "quant_type": {"default": default}}}
-    return _compressed_config(
+    return _make_compressed_config(
         scheme.form, {("Linear",): (scheme.weights, dict(scheme.activations) if scheme.activations else None)}, kept
     )
 
 
-def _compressed_config(
+def _make_compressed_config(
     form: str, groups: Mapping[tuple[str, ...], tuple[Mapping[str, Any], Mapping[str, Any] | None]], kept: Sequence[str]
 ) -> dict[str, Any]:
     """compressed-tensors' config. groups: the modules that each is for -> what it says of (weights, activations)."""
@@ -314,7 +314,9 @@ def packed_config(weights: Mapping[str, Packing], kept: Sequence[str]) -> dict[s
     alike: dict[tuple[tuple[str, Any], ...], list[str]] = {}
     for name, each in weights.items():
         group = {} if each.channel else {"group_size": each.group}
-        stated = _stated(each.bits, "int", "channel" if each.channel else "group", symmetric=each.symmetric, **group)
+        stated = _state_values(
+            each.bits, "int", "channel" if each.channel else "group", symmetric=each.symmetric, **group
+        )
         alike.setdefault(tuple(stated.items()), []).append(name.removesuffix(".weight"))
     targets = {row: ("Linear",) if len(alike) == 1 else tuple(names) for row, names in alike.items()}
-    return _compressed_config("pack-quantized", {targets[row]: (dict(row), None) for row in alike}, kept)
+    return _make_compressed_config("pack-quantized", {targets[row]: (dict(row), None) for row in alike}, kept)

@@ -36,6 +36,7 @@ class Trits:
     columns: int
 
     def read_codes(self, read: Read, rectangle: Rectangle) -> Floats:
+        """As `CodeReader.read_codes`."""
         quarter_rows = self.rows // 4
         codes = np.empty((rectangle.rows, rectangle.columns), np.float32)
         for quarter in range(rectangle.low // quarter_rows, ceil_div(rectangle.high, quarter_rows)):

@@ -10,7 +10,7 @@ bits has and how large its blocks are is said by a JSON in a tensor of bytes, `q
 code 8 is a zero whose sign bitsandbytes gives in two ways (`has_negative_zero`).
 Sources: bitsandbytes 0.50.2 `functional.py` (`QuantState.from_dict`, `dequantize_4bit`), `_ops.py`
 (`int8_vectorwise_dequant`), `nn/modules.py` (`weight_format`). Bit for bit what they give on a CPU.
-Cost: 3 ns an element. What it does not do: int8 in the orders of old GPUs (`col32`, `col_turing`, `col_ampere`).
+Cost: 1.5 ns an element. What it does not do: int8 in the orders of old GPUs (`col32`, `col_turing`, `col_ampere`).
 """
 
 from __future__ import annotations

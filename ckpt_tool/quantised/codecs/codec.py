@@ -18,7 +18,8 @@ A layout is a row of this table: its module (`fp8`, `int4`, `gptq`, ...) says wh
 to the dtype that is written, by whoever writes them.
 
 Where blocks are runs of the line (bitsandbytes, torchao's states), the tensor is seen as a matrix with a block in each
-row; the last one may be short. Cost: 3 to 5 ns an element. Memory: a block of the executor and as much again.
+row; the last one may be short. Cost: 1 to 2 ns an element in blocks of whole rows, 20 for 3 bits;
+a strip of 512 elements 50 us. Memory: a block of the executor and as much again.
 GGUF's blocks have scales among the codes and are no such rows (`gguf_blocks`); Paddle's second moments are no product
 (`paddle_moments`).
 """
@@ -104,6 +105,7 @@ class Dequantized(Recipe):
     codec: Codec
 
     def values(self, read: Read, start: int, stop: int) -> Floats:
+        """As `Recipe.values`, rectangle by rectangle."""
         return compute_line(lambda rectangle: self.codec.decode(read, rectangle), start, stop, self.codec.columns)
 
 
@@ -145,6 +147,7 @@ class Bytes:
     item: int = 1  # bytes of an element of the input: words hold four codes
 
     def read_codes(self, read: Read, rectangle: Rectangle) -> Floats:
+        """As `CodeReader.read_codes`."""
         first, last = rectangle.locate(self.columns)
         line = _read_bytes(read, first, last, self.item)
         return looked_up(self.table(read), line).reshape(rectangle.rows, rectangle.columns)
@@ -160,6 +163,7 @@ class Halves:
     high_first: bool = False  # is the high half of a byte the first of the two?
 
     def read_codes(self, read: Read, rectangle: Rectangle) -> Floats:
+        """As `CodeReader.read_codes`."""
         first, last = rectangle.locate(self.columns)
         first_byte = first // 2
         line = _read_bytes(read, first_byte, ceil_div(last, 2), self.item)
@@ -177,6 +181,7 @@ class PackedRows:
     lowest: int  # what the code 0 stands for
 
     def read_codes(self, read: Read, rectangle: Rectangle) -> Floats:
+        """As `CodeReader.read_codes`."""
         first_word = rectangle.left * self.bits // 32
         last_word = ceil_div(rectangle.right * self.bits, 32)
         place = rectangle._replace(left=first_word, right=last_word)

@@ -7,7 +7,7 @@ The scales are over the whole weight, a row, a group of a row or a block of rows
 computes in the dtype of the scales, which gives the same wherever that is bf16 or fp32: a code of 8 bits times a bf16
 is exact in fp32. (With fp16 scales of a bf16 model it rounds twice, and this once.) Sources: transformers 5.23
 `Fp8Dequantize`, DeepSeek-V3 `weight_dequant`, compressed-tensors 0.20 `dequantize`, torchao 0.18
-`quantization/quantize_/workflows/`. Cost: 3 ns an element.
+`quantization/quantize_/workflows/`. Cost: 2 ns an element.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ do.
 
 Sources: GPTQModel 7.7.0 `nn_modules/qlinear/` (`PackableQuantLinear.pack`, `dequantize_weight`), `utils/model.py`
 (`convert_gptq_v1_to_v2_format`); AutoAWQ 0.2.9 `utils/packing_utils.py` (`AWQ_ORDER`), `modules/linear/gemm.py`.
-Cost: 6 ns an element of 4 bits. What it does not do: AWQ's `gemv`, `marlin`, codes that are cut over ranks.
+Cost: 2 ns an element of 4 bits in whole rows, 100 in strips of 512. What it does not do: AWQ's `gemv`, `marlin`, codes
+that are cut over ranks.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ class PackedColumns:
     bits: int
 
     def read_codes(self, read: Read, rectangle: Rectangle) -> Floats:
+        """As `CodeReader.read_codes`."""
         first_word = rectangle.low * self.bits // 32
         last_word = ceil_div(rectangle.high * self.bits, 32)
         place = rectangle._replace(low=first_word, high=last_word)
@@ -93,6 +95,7 @@ class AwqWords:
     outputs: int
 
     def read_codes(self, read: Read, rectangle: Rectangle) -> Floats:
+        """As `CodeReader.read_codes`."""
         first_word = rectangle.left // 8
         place = rectangle._replace(left=first_word, right=ceil_div(rectangle.right, 8))
         words = read_rectangle(read, self.input, place, self.outputs // 8).view(np.uint32)

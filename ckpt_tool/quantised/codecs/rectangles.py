@@ -28,10 +28,12 @@ class Rectangle(NamedTuple):
 
     @property
     def rows(self) -> int:
+        """How many rows it has."""
         return self.high - self.low
 
     @property
     def columns(self) -> int:
+        """How many columns it has."""
         return self.right - self.left
 
     def locate(self, columns: int) -> tuple[int, int]:

@@ -56,6 +56,7 @@ def _make_recipe(key: TensorKey, parts: dict[str, LogicalTensor], source: Tree) 
             key=str(key),
             hint="fetch the whole checkpoint, or take all states of the optimizer along",
         )
+
     shape = shape_of_codes(codes.shape, qmap.shape if qmap is not None else None)
     blocks = prod(scale.shape)
     numel = prod(shape)
@@ -67,6 +68,8 @@ def _make_recipe(key: TensorKey, parts: dict[str, LogicalTensor], source: Tree) 
             key=str(scale.key),
             hint="the files come from two saves: fetch all files of one",
         )
+
+    # The line is seen as a matrix with a block in each row.
     columns = numel // blocks
     inputs = tuple(Input(part, source) for part in (codes, scale, qmap) if part is not None)
     table = _read_table(bits) if qmap is not None else byte_table(codes.dtype)
