@@ -77,6 +77,7 @@ def test_zero_3_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     report: Any = ckpt.convert(source, str(tmp_path / "out"), to="safetensors", as_model="master", dry_run=True)
     assert not any(row["state"] in ("master", "model") for row in report["dropped"])
     assert not any("--as-model" in note for note in report["notes"])
+    assert any(note.startswith("1 name shares another parameter") for note in report["notes"])
 
     line = ["convert", source, str(tmp_path / "out"), "--to", "safetensors", "--as-model", "master", "--dry-run"]
     assert cli.run(line) == 0

@@ -13,6 +13,7 @@ from ckpt_tool.auditing import config_match, exporters, fused, names, values
 from ckpt_tool.auditing.findings import NOTHING, FoundFault, rows_of
 from ckpt_tool.auditing.subject import Subject, subject_of
 from ckpt_tool.conversion.unused_options import refuse_unused_reading
+from ckpt_tool.core.plurals import agree_all
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.errors import InputError, UnknownFormat, UsageError
 from ckpt_tool.formats.adapters.inside import find_inside
@@ -81,7 +82,7 @@ def audit(src: str, reading: Reading, wanted: Auditing, *, progress: Progress) -
         "tensors": len(subject.kinds) if subject else 0,
         "values": wanted.values,
         "findings": rows,
-        "notes": list(_notes(subject)) if subject else [],
+        "notes": agree_all(_notes(subject)) if subject else [],
     }
     if wanted.sarif:
         files.save(wanted.sarif, sarif.sarif(document), "--sarif", sarif.is_ours)

@@ -25,6 +25,7 @@ from ckpt_tool.core.extras import display
 from ckpt_tool.core.hints import Globals, Stated
 from ckpt_tool.core.listing import Listing
 from ckpt_tool.core.patterns import Names
+from ckpt_tool.core.plurals import agree_all
 from ckpt_tool.core.tensor import MASTER, MODEL, UNKNOWN, TensorKey
 from ckpt_tool.errors import CkptError, InputError, UnsafeInput
 from ckpt_tool.formats.base import ranks_of
@@ -125,7 +126,7 @@ def _document(opened: Opened, rows: Sequence[dict[str, Any]], tally: Tally) -> d
         "tensors": rows,
         "extras": display(catalog.extras),
         **({"metadata": _metadata(stated)} if (stated := catalog.hints.get(Stated)) else {}),
-        "notes": [note.message for note in catalog.notes],
+        "notes": agree_all(note.message for note in catalog.notes),
     }
 
 
@@ -240,7 +241,7 @@ def _of_files_alone(src: str, reading: Reading, wanted: Inspection) -> dict[str,
         "states": by_state,
         "tensors": rows,
         "extras": {},
-        "notes": notes,
+        "notes": agree_all(notes),
         **({"security": {"unsafe": alone.unsafe, "globals": []}} if alone.unsafe else {}),
     }
 

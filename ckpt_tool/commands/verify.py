@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tool.conversion.on_device import MEMORY, device_of, threads_of
 from ckpt_tool.conversion.unused_options import refuse_unused_reading
 from ckpt_tool.core.catalog import Catalog
+from ckpt_tool.core.plurals import agree_all
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import MASTER, LogicalTensor, TensorKey
 from ckpt_tool.errors import REPLICAS_DIFFER, CkptError
@@ -99,7 +100,9 @@ def _verify_opened(
         **sealed.said,
         "uncovered": read.uncovered,
         "nonfinite": {key: count for key, count in read.nonfinite.items() if not key.startswith("bool:")},
-        "notes": [line.message for line in catalog.notes if line.code not in UNSOUND and line.fault not in left_out],
+        "notes": agree_all(
+            line.message for line in catalog.notes if line.code not in UNSOUND and line.fault not in left_out
+        ),
     }
     refusal = next(filter(None, map(refusal_of, (*left_out, *beside))), None)
     return document if refusal is None else {**document, "refused": refusal}

@@ -66,6 +66,7 @@ class TensorEntry(TypedDict):
     bytes: int
     chunks: NotRequired[list[ChunkEntry]]
     stats: NotRequired[TensorStatistics | None]
+    file: NotRequired[str]  # where the files of an incomplete checkpoint are read one by one
 
 
 class Quantisation(TypedDict):
@@ -116,6 +117,47 @@ class DeltaAbout(TypedDict):
     archive: NotRequired[str]
 
 
+class MissingFile(TypedDict):
+    """A file that an incomplete checkpoint lacks. None where nothing says how much it held."""
+
+    path: str
+    rank: dict[str, int]
+    tensors: int | None
+    bytes: int | None
+
+
+class MissingTensor(TypedDict):
+    """A tensor of which a part is in a missing file."""
+
+    name: str
+    state: str
+    bytes: int | None
+
+
+class ErrorEntry(TypedDict):
+    """An error, as `--json` prints it on stderr."""
+
+    code: str
+    exit_code: int
+    message: str
+    path: str | None
+    offset: int | None
+    place: str | None
+    tensor: str | None
+    hint: str | None
+    faults: list[str]
+
+
+class MissingSummary(TypedDict):
+    """What an incomplete checkpoint lacks, with `lenient=True` and in `--json`."""
+
+    files: list[MissingFile]
+    tensors: list[MissingTensor]
+    bytes: int | None
+    error: ErrorEntry  # that of every other verb
+    lenient: bool
+
+
 class InspectResult(TypedDict):
     """What `ckpt.inspect` returns."""
 
@@ -134,6 +176,7 @@ class InspectResult(TypedDict):
     security: NotRequired[Security]
     delta: NotRequired[DeltaAbout]
     anonymous: NotRequired[bool]  # with `anonymous=True`: words of names are hashed, paths and values left out
+    missing: NotRequired[MissingSummary]
 
 
 # -- convert, reshard, merge, patch, plan, apply, delta ----------------------------------------------------------------

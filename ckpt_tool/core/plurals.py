@@ -14,6 +14,7 @@ nouns are those that messages count; other words in -s stay as they are.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 NOUNS = frozenset(
     """
@@ -55,6 +56,11 @@ _COUNTED = re.compile(
 def agree(text: str) -> str:
     """`text` with `1 tensors are` as `1 tensor is`, wherever something is counted."""
     return _COUNTED.sub(_singular, text) if "1 " in text else text
+
+
+def agree_all(texts: Iterable[str]) -> list[str]:
+    """The same of several sentences, such as the notes of a document."""
+    return [agree(text) for text in texts]
 
 
 def _singular(match: re.Match[str]) -> str:

@@ -23,6 +23,7 @@ import numpy as np
 from ckpt_tool.conversion.accounted import check_replaced
 from ckpt_tool.conversion.vocabulary import is_vocabulary, trim_vocabulary
 from ckpt_tool.core.dtype import DTYPES
+from ckpt_tool.core.plurals import agree_all
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import LogicalTensor
 from ckpt_tool.deltas.archive import (
@@ -192,7 +193,7 @@ def _document(
         "removed": [],
         "removed_bytes": 0,
         "dropped": list(dropped),
-        "notes": list(notes),
+        "notes": agree_all(notes),
     }
 
 

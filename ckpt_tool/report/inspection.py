@@ -13,7 +13,6 @@ from math import prod
 from typing import Any
 
 from ckpt_tool.core.listing import Listing
-from ckpt_tool.core.plurals import agree
 from ckpt_tool.report.page import STATE, Block, Cell, Column, Facts, Lines, Page, PageTable, Styled, Verdict
 from ckpt_tool.report.text import count, more, parameters, plural, shape, size
 from ckpt_tool.report.tree import FoldedTree, Folding
@@ -74,9 +73,9 @@ def delta_text(delta: Document) -> str:
 def note_text(note: Any) -> str:
     """A note of the catalog or a plain line."""
     if not isinstance(note, Mapping):
-        return agree(str(note))
+        return str(note)
     place = ", ".join(str(note[key]) for key in ("path", "file", "tensor", "key") if note.get(key))
-    message = agree(str(note.get("message", "")))
+    message = str(note.get("message", ""))
     return f"{message} ({place})" if place else message
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckpt_tool.core.plurals import agree
 from ckpt_tool.report.inspection import mesh_text, note_text
 from ckpt_tool.report.page import STATE, Block, Cell, Column, Facts, Lines, Page, PageTable, Styled, Verdict
 from ckpt_tool.report.text import count, duration, more, plural, ranges, shape, size
@@ -220,7 +219,7 @@ def _describe_dropped(entry: Document) -> str:
     parts += [size(entry["bytes"])] if entry.get("bytes") else []
     names = entry.get("names") or ()
     parts += [", ".join(map(str, names[:8])) + (", ..." if len(names) > 8 else "")] if names else []
-    reason = f" ({agree(str(entry['reason']))})" if entry.get("reason") else ""
+    reason = f" ({entry['reason']})" if entry.get("reason") else ""
     return f"{entry.get('state', '?')}: {', '.join(parts) or 'nothing'}{reason}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import types
 import typing
@@ -15,6 +16,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import ckpt_tool as ckpt
+from ckpt_tool.cli import run
 from ckpt_tool.core import documents
 
 if sys.version_info >= (3, 11):
@@ -95,6 +97,45 @@ def test_a_key_that_no_type_has_is_found() -> None:
 def test_inspect(source: Path, options: dict[str, Any]) -> None:
     found = check(ckpt.inspect(source, **options), ckpt.InspectResult)
     assert found["total"]["tensors"] == len(found["tensors"])
+
+
+@pytest.mark.parametrize(("source", "gone"), [("sharded/llama_tp4_pp2", "model.tp03_pp01*"), ("dcp/ddp", ".metadata")])
+def test_inspect_of_what_is_incomplete(source: str, gone: str, tmp_path: Path) -> None:
+    """A rank's file is missing; what ties all others together is, so that each is read alone."""
+    folder = tmp_path / "step"
+    shutil.copytree(FIXTURES / source, folder)
+    next(folder.glob(gone)).unlink()
+    found = check(ckpt.inspect(folder, lenient=True), ckpt.InspectResult)
+    assert found["missing"]["error"]["exit_code"] == 3 and found["tensors"]
+    check(ckpt.inspect(folder, lenient=True, anonymous=True), ckpt.InspectResult)
+
+
+def test_what_the_command_line_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The documents of `--json`, which are written by other code than the functions' results."""
+    hf = str(LLAMA / "hf")
+    out = str(tmp_path / "out")
+    delta = str(tmp_path / "delta")
+    damaged = tmp_path / "damaged"
+    shutil.copytree(FIXTURES / "sharded" / "llama_tp4_pp2", damaged)
+    file = damaged / "model.tp03_pp01.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    lines: list[tuple[str, Any]] = [
+        (f"inspect {hf} --placement --stats --security", ckpt.InspectResult),
+        (f"convert {hf} {out} --to dcp --dp 2 --remove-keys lm_head*", ckpt.WriteResult),
+        (f"convert {hf} {out} --to dcp --force --dry-run", ckpt.WriteResult),
+        (f"reshard {out} {out}4 --dp 4", ckpt.WriteResult),
+        (f"merge {hf} {out}1 --max-shard-size 50kB", ckpt.WriteResult),
+        (f"diff {hf} {out}1 --rtol 0.1", ckpt.DiffResult),
+        (f"diff {out} {hf}", ckpt.DiffResult),
+        (f"verify {damaged}", ckpt.VerifyResult),
+        (f"audit {hf}", ckpt.AuditResult),
+        (f"delta {hf} {out}1 {delta}", ckpt.DeltaResult),
+        (f"latest {tmp_path}", ckpt.LatestResult),
+        (f"status {out}", ckpt.StatusResult),
+    ]
+    for line, kind in lines:
+        assert run([*line.split(), "--json"]) in (0, 1), line
+        check(json.loads(capsys.readouterr().out), kind)
 
 
 def test_writers(tmp_path: Path) -> None:
