@@ -35,6 +35,7 @@ NO_NOUNS = frozenset(("more", "of", "takes"))  # 1 more of this kind, 1 of the t
         ("1 tensors are merged by average", "1 tensor is merged by average"),
         ("1 names share another parameter: a = b", "1 name shares another parameter: a = b"),
         ("the folder holds: 1 copies; 1 entries of 1 boxes", "the folder holds: 1 copy; 1 entry of 1 box"),
+        ("--last 3: the folder holds 1 checkpoints", "--last 3: the folder holds 1 checkpoint"),
         ("1 fused gate weights have no place", "1 fused gate weight has no place"),
         ("1 quantised weights and 1 scales", "1 quantised weight and 1 scale"),
         ("11 tensors are merged", "11 tensors are merged"),

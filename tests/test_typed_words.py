@@ -12,7 +12,7 @@ import pytest
 
 from ckpt_tool.cli import run
 from ckpt_tool.cli.parser import unknown_verb
-from ckpt_tool.cli.typed_words import ARGUMENTS_MEANT, DELETING, OPTIONS_MEANT, VERBS_MEANT
+from ckpt_tool.cli.typed_words import ARGUMENTS_MEANT, DELETING, NEEDLESS, OF_VERB, OPTIONS_MEANT, VERBS_MEANT
 from ckpt_tool.cli.verbs import VERBS
 from ckpt_tool.commands.help import _PAGES_MEANT, help_on
 from ckpt_tool.errors import UsageError, several_steps
@@ -40,6 +40,16 @@ def test_an_option_of_another_tool_leads_to_one_of_ours(word: str) -> None:
     assert OPTIONS_MEANT[word].split()[0] in EVERY_OPTION
 
 
+@pytest.mark.parametrize("verb,word", OF_VERB)
+def test_a_sentence_for_an_option_of_a_verb_names_options_that_exist(verb: str, word: str) -> None:
+    assert word not in {name for option in VERBS[verb].options().values() for name in option.names}
+    assert set(re.findall(r"--[a-z][\w-]*", OF_VERB[verb, word])) <= EVERY_OPTION
+
+
+def test_what_is_needless_is_no_option_of_ours() -> None:
+    assert not NEEDLESS.keys() & EVERY_OPTION and not NEEDLESS.keys() & OPTIONS_MEANT.keys()
+
+
 def hint_of(*line: str) -> str:
     """The hint of the error that a command line gives."""
     printed = io.StringIO()
@@ -54,6 +64,17 @@ def hint_of(*line: str) -> str:
         (("merge", "a", "b", "out", "--lora"), "it is called --method lora here"),
         (("convert", "a", "out", "--lora"), "--method lora of ckpt merge does that"),
         (("inspect", "a", "--tp-size", "2"), "--tp of ckpt reshard does that"),
+        (("convert", "a", "out", "--max_shard_size", "5GB"), "it is spelled --max-shard-size here"),
+        (("verify", "a", "--quick"), "--mode quick reads headers alone"),
+        (("inspect", "a", "--format", "json"), "--json prints the document"),
+        (("merge", "a", "out", "--remove", "x"), "--remove-keys PATTERN leaves tensors out, --drop optimizer a state"),
+        (("validate", "a"), "it trains a model of its own; ckpt verify SRC checks a checkpoint"),
+        (("inspect", "a", "b"), "ckpt inspect takes one checkpoint at a time; ckpt diff A B compares two"),
+        (("dcp_to_torch", "a", "out"), "you may mean ckpt convert SRC OUT.pt --to torch"),
+        (
+            ("convert", "a", "out", "--to", "fp8"),
+            "quantising is not a format: --to safetensors --quantize SCHEME; --to gguf --gguf-type TYPE",
+        ),
         (("convert", "--input", "a", "--output", "out"), "paths are written without an option: ckpt convert SRC DST"),
     ],
 )

@@ -282,7 +282,7 @@ def unknown_verb(word: str) -> UsageError:
     else:
         from ckpt_tool.cli.typed_words import DELETING, VERBS_MEANT
 
-        meant = VERBS_MEANT.get(word.lower())
+        meant = VERBS_MEANT.get(word.lower().replace("_", "-"))
         near = near_misses(word, VERBS.keys() - DELETING if word not in DELETING else VERBS)
         hint = f"you may mean {meant}" if meant else near or f"the verbs are {', '.join(VERBS)}"
     return UsageError(f"{word!r} is no verb of ckpt", code="E0281", place="ckpt", hint=hint)
@@ -306,15 +306,33 @@ def usage_error(fault: Any, verb: str) -> UsageError:
         usage = " ".join(context.command.collect_usage_pieces(context)) if context is not None else ""
         return UsageError(f"{name} is missing", code="E0282", place=where, hint=f"{where} {usage}".strip())
     message = fault.format_message().strip().rstrip(".")
+    if "extra argument" in message:
+        lists = _hint_for_extra(where.rpartition(" ")[2]) or lists
     return UsageError(message[:1].lower() + message[1:], code="E0283", place=where, hint=lists)
+
+
+def _hint_for_extra(verb: str) -> str:
+    """What may have been meant by a path too many, "" where nothing is known."""
+    if verb == "validate":
+        return "it trains a model of its own; ckpt verify SRC checks a checkpoint"
+    if verb in ("inspect", "verify", "audit"):
+        return f"ckpt {verb} takes one checkpoint at a time; ckpt diff A B compares two"
+    if verb in ("convert", "reshard"):
+        return f"ckpt {verb} SRC DST takes one source; ckpt merge A B OUT puts several together"
+    return ""
 
 
 def _near_option(name: str, context: Any) -> str:
     """What may have been meant: an option of this verb, or of another one."""
-    from ckpt_tool.cli.typed_words import ARGUMENTS_MEANT, OPTIONS_MEANT
+    from ckpt_tool.cli.typed_words import ARGUMENTS_MEANT, NEEDLESS, OF_VERB, OPTIONS_MEANT
 
     word = name.replace("_", "-")
     known = [option for param in context.command.params for option in (*param.opts, *param.secondary_opts)]
+    if word in known:
+        return f"it is spelled {word} here"
+    sentence = OF_VERB.get((context.command.name, word)) or NEEDLESS.get(word)
+    if sentence is not None:
+        return sentence
     meant = OPTIONS_MEANT.get(word)
     if meant is not None:
         option = meant.split()[0]

@@ -256,7 +256,8 @@ def convert(show: Show, src: str, dst: str, reading: Reading, writing: Writing) 
             "convert needs --to FORMAT",
             code="E0282",
             place="ckpt convert",
-            hint="ckpt convert --help lists the formats; for other degrees alone there is ckpt reshard",
+            hint="ckpt convert --help lists the formats; where the format stays (other degrees, --drop optimizer, "
+            "--rename) there is ckpt reshard SRC DST",
         )
 
     def run(progress: Progress) -> Document:

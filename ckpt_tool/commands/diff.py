@@ -10,8 +10,10 @@ from ckpt_tool.conversion.on_device import MEMORY, device_of, threads_of
 from ckpt_tool.conversion.renaming import apply_rules, refuse_unmatched, renamed_keys
 from ckpt_tool.conversion.unused_options import refuse_unused_reading
 from ckpt_tool.core.catalog import Catalog
+from ckpt_tool.core.plurals import agree_all
 from ckpt_tool.core.progress import Progress
 from ckpt_tool.core.tensor import STEP, LogicalTensor, TensorKey, first_replica
+from ckpt_tool.core.wrapper_words import find_unwrapped
 from ckpt_tool.errors import CorruptFile, ReplicasDiffer, UsageError, wrap_os_error
 from ckpt_tool.formats.base import ranks_of
 from ckpt_tool.options.reading import Reading
@@ -54,6 +56,9 @@ def diff(a: str, b: str, reading: Reading, wanted: Comparison = BIT_FOR_BIT, *, 
         if listed(key.state)
     }
     there = {key: side for key, side in _sides(right, reading, wanted.dialect).items() if listed(key.state)}
+    notes: list[str] = []
+    if wanted.dialect is None:
+        here, there, notes = _without_wrappers(here, there)
     matched = _paired(here, there, (left, right), wanted, first=reading.replica_policy == "first")
     found, pairs, counted = matched.differing, matched.pairs, matched.counted
 
@@ -79,7 +84,30 @@ def diff(a: str, b: str, reading: Reading, wanted: Comparison = BIT_FOR_BIT, *, 
         "left": left.path,
         "right": right.path,
         "extras_differ": extras,
+        "notes": agree_all(notes),
     }
+
+
+def _without_wrappers(here: _Sides, there: _Sides) -> tuple[_Sides, _Sides, list[str]]:
+    """(both sides, of which one is without its trainer's wrappers, a note that says so), where that makes more names
+    match: `module.` in front of every name of a DDP module, `_orig_mod.` of a compiled one. What `convert` takes off
+    by the families' names is known here by the names of the other side."""
+    notes: list[str] = []
+    sides = [here, there]
+    for number, which in enumerate(("first", "second")):
+        mine = {key.name: key.name for key in sides[number]}
+        others = {key.name for key in sides[1 - number]}
+        unwrapped = find_unwrapped(list(mine), others)
+        if unwrapped is None:
+            continue
+        example = next(old for old, new in unwrapped.items() if old != new)
+        sides[number] = {key._replace(name=unwrapped[key.name]): side for key, side in sides[number].items()}
+        count = sum(old != new for old, new in unwrapped.items())
+        notes.append(
+            f"{count} names of the {which} are compared without their wrapper's parts, such as {example}: "
+            "--dialect keep compares them as they are"
+        )
+    return sides[0], sides[1], notes
 
 
 def _summaries_of(
@@ -163,6 +191,7 @@ class _Side(NamedTuple):
     tree: Tree
 
 
+_Sides = dict[TensorKey, _Side]
 _Counted = dict[TensorKey, tuple[Opened, _Side]]
 
 

@@ -26,6 +26,15 @@ _PAGES_MEANT = {
     "megatron": "formats",
     "deepspeed": "formats",
     "optimizer": "training-state",
+    "convert": "recipes",
+    "reshard": "recipes",
+    "inspect": "recipes",
+    "merge": "merging",
+    "diff": "verify",
+    "delta": "deltas",
+    "patch": "deltas",
+    "apply": "machines",
+    "status": "machines",
 }
 
 

@@ -118,7 +118,8 @@ def layout_of(chosen: Chosen, wanted: Wanted, fmt: Format, writing: Writing) -> 
             raise UsageError(
                 f"--{foreign[0]} {degrees[foreign[0]]}: {fmt.name} holds whole tensors, not a rank's share",
                 code="E0260",
-                hint="write to sharded or dcp for parallel ranks, or leave the degree off",
+                hint="any number of ranks load whole tensors: leave the degree off, or write dcp or sharded, with a "
+                "file for each rank",
             )
         degrees = {name: size for name, size in degrees.items() if name not in foreign}
 

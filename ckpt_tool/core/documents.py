@@ -442,6 +442,7 @@ class DiffResult(TypedDict):
     left: str
     right: str
     extras_differ: list[str]
+    notes: list[str]
     by_rank: NotRequired[list[RankDifference]]
 
 

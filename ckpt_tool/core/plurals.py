@@ -45,7 +45,7 @@ VERBS = {
 }
 _START = (
     r"(?:^|(?<=[(:;,] )|(?<=\()|(?<=\bof )|(?<=\bin )|(?<=\bhas )|(?<=\bhave )|(?<=\band )|(?<=\bwith )"
-    r"|(?<=\bat most ))"
+    r"|(?<=\bholds )|(?<=\bat most ))"
 )
 _COUNTED = re.compile(
     rf"{_START}1 (?!of )(?P<kind>(?:[a-z0-9'-]+ ){{0,2}}?)(?P<noun>{'|'.join(sorted(NOUNS, key=len, reverse=True))})\b"

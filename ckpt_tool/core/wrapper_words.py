@@ -15,7 +15,7 @@ peft 0.21 (`base_model.model.`). Cost: one look at each name.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 # What wrappers also leave in the middle of names
 INSIDE_NAMES = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
@@ -58,3 +58,27 @@ def shared_wrappers(names: Sequence[str]) -> list[str]:
     if words == ["model"] and any(name.startswith(_OWN) for name in names):
         return []
     return words
+
+
+def find_unwrapped(names: Sequence[str], others: Collection[str]) -> dict[str, str] | None:
+    """{name: the same without wrappers' parts}, taking off as many words as make most of them names of `others`; None
+    where nothing makes more of them match than do already, or two names would be one.
+
+    >>> find_unwrapped(["module.net.w", "module.net.b"], {"net.w", "net.b"})
+    {'module.net.w': 'net.w', 'module.net.b': 'net.b'}
+    """
+    best: dict[str, str] | None = None
+    most = len(set(names).intersection(others))
+    if 2 * most > len(names):
+        return None
+
+    cleaned = [clean(name) for name in names]
+    words = shared_wrappers(cleaned)
+    for count in range(len(words) + 1):
+        prefix = "".join(f"{word}." for word in words[:count])
+        bare = [name.removeprefix(prefix) for name in cleaned]
+        matching = len(set(bare).intersection(others))
+        if matching > most and len(set(bare)) == len(names):
+            best = dict(zip(names, bare, strict=True))
+            most = matching
+    return best

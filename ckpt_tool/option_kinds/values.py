@@ -160,6 +160,8 @@ def one_of(known: Iterable[str], meant: Mapping[str, str] | None = None) -> Call
         if name not in spelled:
             translated = (meant or {}).get(name)
             hint = f"{value} is called {translated} here" if translated else near_misses(name, names) or None
+            if meant and _QUANTISED.fullmatch(name):
+                hint = "quantising is not a format: --to safetensors --quantize SCHEME; --to gguf --gguf-type TYPE"
             raise BadValue(f"found {value!r}, want one of {', '.join(names)}", hint=hint)
         return spelled[name]
 

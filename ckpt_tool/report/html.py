@@ -47,6 +47,7 @@ _BREAKS = re.compile(r"(?<=\w|\*|\])([./])(?=[a-zA-Z_*\[])")  # between the part
 _OPTION = re.compile(r"(?<!\S)(--?[a-z][a-z0-9-]*)(?=[\s=,;:.)]|$)")  # of a command line
 _SHORT = 20  # characters of a cell that stay on one line
 _NARROW = 44  # characters of a row that a window of 400 pixels holds
+_WRAPPED = 12  # characters to which the last cell of a row may be wrapped there
 _LINES = 24  # of a list; a longer one scrolls in a box of its own
 _PLAIN = 1 << 16  # characters of data that are kept as they are; more is deflated
 _LEVELS = 8  # of a tree that are indented
@@ -204,7 +205,8 @@ def _stacking(table: PageTable) -> list[str]:
         max((len(text_of(row[number])) for row in table.rows), default=0) for number in range(len(table.columns))
     ]
     widths = [max(width, len(column.title)) for width, column in zip(longest, table.columns, strict=True)]
-    is_wide = longest[0] > _SHORT or sum(widths) > _NARROW
+    rest = sum(widths[1:-1]) + min(widths[-1], _WRAPPED)
+    is_wide = longest[0] > _SHORT or (sum(widths) > _NARROW and rest <= _NARROW)
     stacks = is_wide and len(table.columns) > 2 and not table.indents
     return ["stack", f"n{len(table.columns) - 1}"] if stacks else []
 

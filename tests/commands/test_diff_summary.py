@@ -191,7 +191,7 @@ def test_the_file_and_the_rank_that_hold_a_difference_are_named(tmp_path: Path) 
     ]
 
 
-@pytest.mark.parametrize(("old", "new"), [("", "module."), ("model.", "net.model."), ("model.", "")])
+@pytest.mark.parametrize(("old", "new"), [("", "student."), ("model.", "net.model."), ("model.", "")])
 def test_a_prefix_that_hides_equal_names_is_told(old: str, new: str, tmp_path: Path) -> None:
     tensors = {name: np.ascontiguousarray(ckpt.open(HUB)[name].numpy()) for name in ckpt.open(HUB)}
     names = {name: new + name.removeprefix(old) if name.startswith(old) else name for name in tensors}

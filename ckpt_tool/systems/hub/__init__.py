@@ -24,7 +24,7 @@ SYSTEM = System(
             "safetensors",
             "safetensors",
             order=10,
-            called=("hf", "huggingface", "hub", "transformers", "st"),
+            called=("hf", "huggingface", "hub", "transformers", "st", "vllm", "sglang", "trtllm", "tensorrt-llm"),
             en="Hugging Face: single, sharded with index, and DCP's `shard-*-model-*`; read only: accelerate's and the "
             "Trainer's optimizer next to it",
             zh="Hugging Face：单文件、带索引的分片，以及 DCP 的 `shard-*-model-*`；只读：旁边的 accelerate 与 Trainer 优化器",

@@ -31,7 +31,7 @@ SYSTEM = System(
             "torch",
             "torch_save",
             order=20,
-            called=("pytorch", "pt", "pth", "bin"),
+            called=("pytorch", "pt", "pth", "bin", "lightning"),
             en="`.pt`, `.bin`, `.pth`: state dicts and nested training states, zip and the stream before torch 1.6; "
             "read only: one file a rank of DTensors (`model_world_size_W_rank_R.pt`)",
             zh="`.pt`、`.bin`、`.pth`：state dict 与嵌套的训练状态，zip 格式与 torch 1.6 之前的流格式；"
@@ -42,7 +42,7 @@ SYSTEM = System(
             "dcp",
             "dcp",
             order=30,
-            called=("fsdp", "fsdp2", "torch-dcp", "distributed"),
+            called=("fsdp", "fsdp2", "torch-dcp", "distributed", "distcp"),
             en="PyTorch distributed checkpoint: FSDP1, FSDP2, TP; "
             "key layouts of torchtitan, accelerate, OLMo-core, prime-rl, VeOmni, torchtune",
             zh="PyTorch 分布式检查点：FSDP1、FSDP2、TP；"
