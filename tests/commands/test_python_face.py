@@ -139,10 +139,10 @@ def test_asking_whether_a_name_is_there_is_cheap(tmp_path: Path) -> None:
     """`in` and `get` look nothing up among names that are near, which takes a while with many."""
     save_file({f"layers.{n}.weight": np.zeros(1, np.float32) for n in range(20_000)}, tmp_path / "m.safetensors")
     checkpoint = ckpt.open(tmp_path / "m.safetensors")
-    began = time.perf_counter()
+    began = time.process_time()  # other programs may have the processor meanwhile
     assert not any(f"layer.{n}.weight" in checkpoint for n in range(100))
     assert checkpoint.get("layers.nothing") is None and checkpoint.get("layers.7.weight") is not None
-    assert time.perf_counter() - began < 0.5
+    assert time.process_time() - began < 0.5
 
 
 def test_numpy_takes_the_values_of_a_lazy_tensor() -> None:

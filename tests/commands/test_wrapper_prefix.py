@@ -162,6 +162,7 @@ def test_every_source_comes_out_under_the_hub_s_names(kind: str, prefix: str, tm
         assert ckpt.diff(plain, str(tmp_path / f"{target}-hub"))["equal"]
 
 
+@pytest.mark.share(4)  # the error is one for all pairs of a kind and a target, and each asks every family
 @pytest.mark.parametrize("target", ["megatron", "megatron-dist", "paddle", "paddle-unified", "gguf", "meta", "orbax"])
 @pytest.mark.parametrize("kind", ["torch", "lightning", "dcp", "safetensors"])
 def test_names_of_nobody_are_one_error_for_all_sources(kind: str, target: str, tmp_path: Path) -> None:
