@@ -13,7 +13,6 @@ from ckpt_tool.conversion.layout import layout_of
 from ckpt_tool.conversion.side_files import refuse_lost_modules, side_files, source_of, with_side_files
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.layout import Layout
-from ckpt_tool.core.plurals import agree, agree_all
 from ckpt_tool.core.report_data import keep_for_report
 from ckpt_tool.core.target import LayoutWish, Target, Wanted, WantedTensor
 from ckpt_tool.core.tensor import MASTER
@@ -210,7 +209,7 @@ def _report(
         "removed": removed,
         "removed_bytes": sum(int(str(row["bytes"])) for row in removed),
         "dropped": [_agree_reason(entry) for entry in chosen.dropped],
-        "notes": agree_all((*chosen.notes, *notes, *target.notes)),
+        "notes": _agree_texts((*chosen.notes, *notes, *target.notes)),
         **({"names": names} if names else {}),
     }
 
@@ -218,7 +217,16 @@ def _report(
 def _agree_reason(entry: dict[str, Any]) -> dict[str, Any]:
     """An entry of what is dropped, its reason in the singular where it is about one thing."""
     reason = entry.get("reason")
-    return {**entry, "reason": agree(reason)} if isinstance(reason, str) else entry
+    return {**entry, "reason": _agree_texts([reason])[0]} if isinstance(reason, str) else entry
+
+
+def _agree_texts(texts: Sequence[str]) -> list[str]:
+    """The sentences in the singular where they count one thing. What does that is loaded only for texts that count."""
+    if not any("1 " in text for text in texts):
+        return list(texts)
+    from ckpt_tool.core.plurals import agree_all
+
+    return agree_all(texts)
 
 
 def peak_memory(writing: Writing, *, turned: bool, more: int = 0, paths: Sequence[str] = ()) -> int:
