@@ -16,10 +16,10 @@ from ckpt_tool.systems.deepspeed.files import EXPERT, LAYER, MODEL, MODEL3, OPTI
 from ckpt_tool.systems.deepspeed.job import FlatGroup, ZeroJob
 from ckpt_tool.systems.deepspeed.stored_names import (
     expert_name_of,
-    first_rank,
     global_name,
     global_names,
     layer_and_local,
+    select_first_rank,
 )
 
 numels = st.lists(st.integers(1, 40), min_size=1, max_size=9)
@@ -102,7 +102,7 @@ def test_dealing_out_and_back(items: list[int], n: int) -> None:
 def test_every_expert_rank_has_a_line_of_its_own_experts(ep: int, data_first: bool) -> None:
     """12 data ranks, 6 experts of two matrices: each rank's line against the chunks of its experts' values."""
     params = {EXPERT_NAME.format(e, w): torch.arange(5) + 100 * e + 10 * w for e in range(6) for w in (1, 2)}
-    own = first_rank(params, ep)
+    own = select_first_rank(params, ep)
     assert own == [EXPERT_NAME.format(e, w) for e in range(6 // ep) for w in (1, 2)]
     group = jobs.partitioned(dict.fromkeys(own, (5,)), 0, ep, 12 // ep, 0)
     job = ZeroJob(2, 12, data_first, [[group]])

@@ -158,12 +158,11 @@ def _maybe_missing(parts: Mapping[str, list[ShardRow]]) -> Iterator[Note]:
     """A note for each file that a rank seems to lack: it has others, and tensors of that file end where the bands of so
     many ranks would not (torch cuts a dim of n over w ranks in bands of ceil(n / w)). A save in which several ranks
     share their parts (HSDP) can look the same, so it is no error."""
-    named = {
-        part.header.path: match
-        for found in parts.values()
-        for part in found
-        if (match := SHARD.search(part.header.path))
-    }
+    named: dict[str, re.Match[str]] = {}
+    for path in {part.header.path: None for rows in parts.values() for part in rows}:
+        match = SHARD.search(path)
+        if match:
+            named[path] = match
     ranks = {int(match[1]) for match in named.values()}
     files: dict[int, set[int]] = {}
     for match in named.values():
@@ -183,7 +182,7 @@ def _maybe_missing(parts: Mapping[str, list[ShardRow]]) -> Iterator[Note]:
 
 def _ends_early(found: Sequence[ShardRow], number: int, ranks: int) -> bool:
     """Do the parts, all in files of `number`, end where bands over `ranks` ranks along one dim would not?"""
-    if len(found) < 2 or any((match := SHARD.search(p.header.path)) is None or int(match[2]) != number for p in found):
+    if len(found) < 2 or any(_file_number(part.header.path) != number for part in found):
         return False
     shapes = [part.header.kinds[part.row].shape for part in found]
     dims = {d for part in found for d, at in enumerate(part.offset) if at}
@@ -192,6 +191,12 @@ def _ends_early(found: Sequence[ShardRow], number: int, ranks: int) -> bool:
     dim = dims.pop()
     total = max(part.offset[dim] + shape[dim] for part, shape in zip(found, shapes, strict=True))
     return max(shape[dim] for shape in shapes) != ceil_div(total, ranks)
+
+
+def _file_number(path: str) -> int | None:
+    """Which of its rank's files it is; None for another file's name."""
+    match = SHARD.search(path)
+    return int(match[2]) if match else None
 
 
 def _offsets(header: SafetensorsHeader, path: str) -> dict[str, object] | None:

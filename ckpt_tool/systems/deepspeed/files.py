@@ -331,9 +331,11 @@ def read_optimizer(tree: Tree, name: str) -> OptimizerFile:
     parts = _OptimizerParts(tree, content, tree.display(name))
     groups = parts.groups()
     rest = {key: plain(item) for key, item in parts.state.items() if key not in OPTIMIZER_LAYOUT} | parts.rest
-    bare = [{key: item for key, item in group.items() if key != "params"} for group in parts.options]
+    options: list[dict[str, Any]] = []
+    for group in parts.options:
+        options.append({key: item for key, item in group.items() if key != "params"})
     plain_bf16 = parts.stage != 3 and "zero_stage" not in parts.state
-    return OptimizerFile(parts.shown, parts.stage, plain_bf16, groups, bare, rest, content.unsafe, content.globals)
+    return OptimizerFile(parts.shown, parts.stage, plain_bf16, groups, options, rest, content.unsafe, content.globals)
 
 
 def plain(value: Any) -> Any:
@@ -438,7 +440,8 @@ class _OptimizerParts:
         if is_shapeless(array):
             group.states[state] = array._replace(shape=(numel,))
         elif array.numel == 1 and (not array.shape or numel > 1):
-            group.scalars[state], group.dtypes[state] = self._scalar(array, state), array.dtype.name
+            group.scalars[state] = self._scalar(array, state)
+            group.dtypes[state] = array.dtype.name
         elif len(array.shape) != 1 or array.strides is not None or array.numel < numel:
             raise InconsistentCheckpoint(
                 f"{state} of flat group {number} has shape {list(array.shape)}, its weights have {numel} elements",

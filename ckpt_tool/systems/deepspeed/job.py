@@ -224,7 +224,7 @@ class ZeroJob:
     @cached_property
     def _lines(self) -> list[list[list[_WholeLine]]]:
         """By stage, group and expert rank."""
-        return [[_lay_lines(group) for group in stage] for stage in self.stages]
+        return [list(map(_lay_lines, stage)) for stage in self.stages]
 
     @cached_property
     def borders(self) -> Mapping[str, set[int]]:

@@ -55,30 +55,37 @@ def counts(names: Iterable[str]) -> dict[str, int]:
 
 def global_names(names: Iterable[str], expert_rank: int) -> list[str]:
     """What expert rank 0 calls its parameters -> their counterparts on `expert_rank`, under the whole model's names."""
-    own = list(names)
+    first_names = list(names)
     if not expert_rank:
-        return own
-    local = counts(own)
-    found = [expert_name_of(name) for name in own]
-    return [
-        f"{expert.layer}{expert_rank * local[expert.layer] + expert.number}{expert.part}" if expert else name
-        for name, expert in zip(own, found, strict=True)
-    ]
+        return first_names
+
+    experts_of_rank = counts(first_names)
+    renamed = []
+    for name in first_names:
+        expert = expert_name_of(name)
+        if expert is not None:
+            number = expert_rank * experts_of_rank[expert.layer] + expert.number
+            name = f"{expert.layer}{number}{expert.part}"
+        renamed.append(name)
+    return renamed
 
 
-def first_rank(names: Iterable[str], ep: int) -> list[str]:
+def select_first_rank(names: Iterable[str], ep: int) -> list[str]:
     """The experts of expert rank 0 in the order of its module: layer by layer, expert by expert. names: of a group, all
     experts of the whole model."""
-    each = {layer: count // ep for layer, count in counts(names).items()}
-    layers = {layer: number for number, layer in enumerate(each)}
-    found = [(name, expert) for name in names if (expert := expert_name_of(name))]
-    parts = {part: i for i, part in enumerate(dict.fromkeys((expert.layer, expert.part) for _, expert in found))}
-    mine = [
-        ((layers[expert.layer], expert.number, parts[expert.layer, expert.part]), name)
-        for name, expert in found
-        if expert.number < each[expert.layer]
-    ]
-    return [name for _, name in sorted(mine)]
+    experts_per_rank = {layer: count // ep for layer, count in counts(names).items()}
+    layer_order = {layer: i for i, layer in enumerate(experts_per_rank)}
+    part_order: dict[tuple[str, str], int] = {}  # by layer and part, in order of first sight
+
+    keyed: list[tuple[tuple[int, int, int], str]] = []
+    for name in names:
+        expert = expert_name_of(name)
+        if expert is None:
+            continue
+        part = part_order.setdefault((expert.layer, expert.part), len(part_order))
+        if expert.number < experts_per_rank[expert.layer]:
+            keyed.append(((layer_order[expert.layer], expert.number, part), name))
+    return [name for _, name in sorted(keyed)]
 
 
 # -- pipelines ---------------------------------------------------------------------------------------------------------

@@ -286,7 +286,8 @@ class MaxtextLayers(NamedTuple):
         return text.replace("{}", self.stacked) if self.stacked else re.sub(r" \{\}(?=[ ,\n])", "", text)
 
 
-ALL, EACH = MaxtextLayers("decoder.layers.", "{i}", "i"), MaxtextLayers("decoder.layers_{i}.", "{i}")
+ALL = MaxtextLayers("decoder.layers.", "{i}", "i")
+EACH = MaxtextLayers("decoder.layers_{i}.", "{i}")
 
 
 def trees(scanned: str, unscanned: str) -> dict[str, Variant]:

@@ -476,8 +476,9 @@ def _backwards(config: dict[str, Any], own: Config, found: Architecture, faults:
         turned = own.get("rope.dimension_count")
         if type(turned) is int and type(heads) is int and type(hidden) is int and turned * heads != hidden > 0:
             config["partial_rotary_factor"] = turned * heads / hidden
-        if type(size := own.get("rope.scaling.original_context_length")) is int:
-            config["original_max_position_embeddings"] = size
+        original_length = own.get("rope.scaling.original_context_length")
+        if type(original_length) is int:
+            config["original_max_position_embeddings"] = original_length
 
     if found.name in ("gemma2", "gemma3") and type(config.get("head_dim")) is int:
         config["query_pre_attn_scalar"] = _scalar(config, found)
@@ -498,7 +499,9 @@ def _scalar(config: Config, found: Architecture) -> int:
 
 def _hub_rope(config: Config, own: Config, found: Architecture, faults: list[str]) -> dict[str, Any]:
     base = own.get("rope.freq_base")
-    theta = shortest(base) if isinstance(base, float) else 1000000.0 if found.name == "gemma3" else 10000.0
+    theta = 1000000.0 if found.name == "gemma3" else 10000.0
+    if isinstance(base, float):
+        theta = shortest(base)
     out: dict[str, Any] = {"rope_theta": theta}
     kind = own.get("rope.scaling.type")
     if found.name == "gemma3":
@@ -515,7 +518,8 @@ def _hub_rope(config: Config, own: Config, found: Architecture, faults: list[str
     for key, stated in _ROPE_WORDS.items():
         if own.get(stated) is not None:
             scaling[key] = shortest(own[stated]) if isinstance(own[stated], float) else own[stated]
-    if (multiplier := own.get("rope.scaling.yarn_log_multiplier")) is not None and isinstance(multiplier, float):
+    multiplier = own.get("rope.scaling.yarn_log_multiplier")
+    if isinstance(multiplier, float):
         scaling |= {"mscale": shortest(10 * multiplier), "mscale_all_dim": shortest(10 * multiplier)}
     return {**out, "rope_scaling": scaling}
 

@@ -160,7 +160,10 @@ def with_alpha(hints: LoraHints, shapes: Mapping[str, tuple[int, ...]], alpha: f
     ranks = [shape[0] for name, shape in shapes.items() if name.endswith((".linear_in.weight", ".lora_A.weight"))]
     magnitudes = any(name.endswith("weight_magnitude") for name in shapes)
     apart = any(".adapter.adapter_" in name for name in shapes)
-    kind = "dora.DoRA" if magnitudes else "canonical_lora.CanonicalLoRA" if apart else "lora.LoRA"
+    if magnitudes:
+        kind = "dora.DoRA"
+    else:
+        kind = "canonical_lora.CanonicalLoRA" if apart else "lora.LoRA"
     said = {"dim": max(set(ranks), key=ranks.count), "alpha": int(alpha) if alpha == int(alpha) else alpha}
     return replace(hints, peft={"_target_": f"megatron.bridge.peft.{kind}", **said, "dropout": 0.0})
 
@@ -208,8 +211,11 @@ def read_adapter(
     else:
         what = {"": "an adapter of ms-swift", "LoRA": "a LoRA of Megatron-Bridge"}
         kind = what.get(hints.kind, f"a {hints.kind} of Megatron-Bridge")
-        line = f"{kind}: rank {hints.peft.get('dim')}, alpha {hints.peft.get('alpha')} by "
-        line += "--lora-alpha" if not said else RUN_CONFIG if document else "the job's arguments"
+        if not said:
+            origin = "--lora-alpha"
+        else:
+            origin = RUN_CONFIG if document else "the job's arguments"
+        line = f"{kind}: rank {hints.peft.get('dim')}, alpha {hints.peft.get('alpha')} by {origin}"
 
     return out, hints, [Note("N-adapter", line, folder + RUN_CONFIG), *notes]
 

@@ -83,7 +83,8 @@ def shares_beside(
 
     ranks = {d: where.tp + tp * d for d in range(dp)}
     own = {d: rank for d, rank in ranks.items() if ep == 1 or rank // etp % ep == where.ep}
-    missing = [name for d in own if (name := f"{path}/layer_wise_optimizer_{d}.pt") not in files]
+    share_files = {d: f"{path}/layer_wise_optimizer_{d}.pt" for d in own}
+    missing = [name for name in share_files.values() if name not in files]
     if missing:
         fault = Incomplete(
             f"{len(missing)} shares of the layer-wise optimizer are missing: {missing[0]}",
@@ -97,9 +98,8 @@ def shares_beside(
 
     grid = etp * ep
     for d, rank in own.items():
-        if f"{path}/layer_wise_optimizer_{d}.pt" in missing:
-            continue
-        yield RankShare(f"{path}/layer_wise_optimizer_{d}.pt", (d, dp), (rank // grid, max(1, tp * dp // grid)))
+        if share_files[d] not in missing:
+            yield RankShare(share_files[d], (d, dp), (rank // grid, max(1, tp * dp // grid)))
 
 
 def matrices_at(chain: Sequence[Any], facts: MegatronFacts) -> int | None:
@@ -107,8 +107,14 @@ def matrices_at(chain: Sequence[Any], facts: MegatronFacts) -> int | None:
     dense = [at for at, one in enumerate(chain) if groups_of(one) and not all(map(is_expert_group, groups_of(one)))]
     if len(dense) != 2:
         return None
-    whole = [all(key_of_group(group, facts).decay for group in groups_of(chain[at])) for at in dense]
-    return dense[1] if whole == [False, True] else dense[0]
+
+    # Weight decay is for matrices: the optimizer whose groups all decay is theirs.
+    first_decays, second_decays = (_always_decays(chain[at], facts) for at in dense)
+    return dense[1] if second_decays and not first_decays else dense[0]
+
+
+def _always_decays(optimizer: Any, facts: MegatronFacts) -> bool:
+    return all(key_of_group(group, facts).decay for group in groups_of(optimizer))
 
 
 def held_by(optimizer: Any, at: int | None, facts: MegatronFacts) -> Callable[[str, Sequence[int]], bool]:
@@ -192,17 +198,21 @@ def dealt(
 ) -> list[Members]:
     """What of a chain's parameters one data rank was dealt. dense, experts: (its number, how many ranks there are)
     among those that share dense parameters, parallel experts."""
-    mine: list[Members] = [[[] for _ in members] for members in every]
-    flags = [[is_expert_group(group) for group in groups_of(one)] for one in chain]
-    places = [
-        (at, group, array) for at, members in enumerate(every) for group, own in enumerate(members) for array in own
-    ]
+    dealt_here: list[Members] = []
+    places: list[tuple[list[RankArray], bool, RankArray]] = []  # where an array goes, is it an expert's, the array
+    for members, optimizer in zip(every, chain, strict=True):
+        group_shares: Members = [[] for _ in members]
+        dealt_here.append(group_shares)
+        for share, arrays, group in zip(group_shares, members, groups_of(optimizer), strict=True):
+            places += [(share, is_expert_group(group), array) for array in arrays]
+
+    # By size, to ranks 0, 1, ..., n - 1, n - 1, ..., 0 and so on; experts' parameters are dealt by themselves.
     counts = {False: 0, True: 0}
-    for at, group, array in sorted(places, key=lambda place: place[2].numel):
-        expert = flags[at][group]
-        rank, ranks = experts if expert else dense
-        turn = counts[expert] % (2 * ranks)
-        counts[expert] += 1
-        if (turn if turn < ranks else 2 * ranks - 1 - turn) == rank:
-            mine[at][group].append(array)
-    return mine
+    for share, is_expert, array in sorted(places, key=lambda place: place[2].numel):
+        rank, ranks = experts if is_expert else dense
+        turn = counts[is_expert] % (2 * ranks)
+        counts[is_expert] += 1
+        owner = turn if turn < ranks else 2 * ranks - 1 - turn
+        if owner == rank:
+            share.append(array)
+    return dealt_here

@@ -81,8 +81,14 @@ def letters_of(pattern: str) -> str:
     main, mtp, _ = pattern.partition("/")
     found = main.replace("|", "")
     odd = sorted({*found} - {ATTENTION, MIXER, DENSE, EXPERTS})
-    if odd or mtp or not found:
-        what = f"has {', '.join(odd)}" if odd else "has layers of multi-token prediction" if mtp else "is empty"
+    what = ""
+    if odd:
+        what = f"has {', '.join(odd)}"
+    elif mtp:
+        what = "has layers of multi-token prediction"
+    elif not found:
+        what = "is empty"
+    if what:
         raise Unfit(
             f"the pattern {pattern[:80]!r} {what}, GPTModel's layers are *, - and E", "give a letter a layer: *-*-"
         )
@@ -126,10 +132,14 @@ def across(names: Iterable[str], letters: str, *, back: bool) -> dict[str, str]:
     HybridModel's. Raises Unfit naming the tensors that have no place there."""
     attention = [at for at, letter in enumerate(letters) if letter == ATTENTION]
     mlp = [at for at, letter in enumerate(letters) if letter in (DENSE, EXPERTS)]
-    of_attention, of_mlp = (
-        {at: i for i, at in enumerate(own)} if back else dict(enumerate(own)) for own in (attention, mlp)
-    )
-    there = _GPT_NORM if back else _HYBRID_NORM
+    # Layer on this side -> layer on the other side; a GPTModel's layer i is the i-th attention and the i-th MLP.
+    of_attention = dict(enumerate(attention))
+    of_mlp = dict(enumerate(mlp))
+    if back:
+        of_attention = {layer: i for i, layer in of_attention.items()}
+        of_mlp = {layer: i for i, layer in of_mlp.items()}
+
+    last_norm = _GPT_NORM if back else _HYBRID_NORM
     out = dict[str, str]()
     odd = list[str]()
     held = set[int]()
@@ -138,13 +148,17 @@ def across(names: Iterable[str], letters: str, *, back: bool) -> dict[str, str]:
         found = _LAYER.fullmatch(name)
         if found is None:
             if last := _LAST.fullmatch(name):
-                out[name] = f"{last[1]}{there}{last[3]}"
+                out[name] = f"{last[1]}{last_norm}{last[3]}"
             elif _AHEAD.match(name):
                 odd.append(name)
             continue
         layer = int(found[2])
         inside = found[3]
-        place = of_attention if inside.startswith(_OF_ATTENTION) else of_mlp if inside.startswith(_OF_MLP) else {}
+        place: Mapping[int, int] = {}
+        if inside.startswith(_OF_ATTENTION):
+            place = of_attention
+        elif inside.startswith(_OF_MLP):
+            place = of_mlp
         if (
             layer not in place
             or _OTHERS.match(inside)
@@ -183,8 +197,13 @@ def shown(names: Iterable[str]) -> str:
     kinds: dict[int, set[str]] = {}
     for found in filter(None, map(_LAYER.fullmatch, names)):
         inside = found[3]
-        kind = ATTENTION if inside.startswith(_OF_ATTENTION) else DENSE if inside.startswith(_OF_MLP) else MIXER
-        kinds.setdefault(int(found[2]), set()).add(EXPERTS if inside.startswith(_OF_EXPERTS) else kind)
+        if inside.startswith(_OF_EXPERTS):
+            letter = EXPERTS
+        elif inside.startswith(_OF_ATTENTION):
+            letter = ATTENTION
+        else:
+            letter = DENSE if inside.startswith(_OF_MLP) else MIXER
+        kinds.setdefault(int(found[2]), set()).add(letter)
     letters = {at: EXPERTS if kind == {DENSE, EXPERTS} else next(iter(kind)) for at, kind in kinds.items()}
     plain = all(len(kind) == 1 or kind == {DENSE, EXPERTS} for kind in kinds.values()) and MIXER not in letters.values()
     return "".join(letters[at] for at in sorted(letters)) if plain and is_hybrid(names) else ""

@@ -377,7 +377,8 @@ class JobRanks:
         out = []
         for chunk in range(self.job.stages.vpp):
             chunk_arrays = list(self._chunk_arrays(rank, self.job.stages.of(rank.pp, chunk)))
-            out += [chunk_arrays[i] for i in names.registration_order([array.local for array in chunk_arrays])]
+            order = names.registration_order([array.local for array in chunk_arrays])
+            out += [chunk_arrays[i] for i in order]
         return out
 
     def _chunk_arrays(self, rank: MegatronRank, stage: Stage) -> Iterator[RankArray]:

@@ -49,7 +49,9 @@ def apart(key: str) -> tuple[str, str]:
 
 def parts_of(key: str, part: str) -> tuple[str, ...]:
     """All parts of the whole tensor of which `part` is one, in their order."""
-    return HALF if part in HALF else section_names(key) if part else ()
+    if part in HALF:
+        return HALF
+    return section_names(key) if part else ()
 
 
 def of_part(key: str, part: str) -> str:

@@ -525,6 +525,10 @@ def units_of(name: str, rule: MegatronRule, shape: Sequence[int], facts: Megatro
     return DivisibleUnits(extent, what, name)
 
 
+def _can_share(units: Iterable[DivisibleUnits], degree: int) -> bool:
+    return all(unit.can_be_shared(degree) for unit in units)
+
+
 def check_degree(flag: str, degree: int, units: Iterable[DivisibleUnits]) -> list[str]:
     """Notes on a degree that works. Raises UsageError E0273, with the nearest valid degrees, where `degree` ranks can't
     share everything that they must."""
@@ -539,7 +543,7 @@ def check_degree(flag: str, degree: int, units: Iterable[DivisibleUnits]) -> lis
         return [f"--{flag} {degree}: {what}, which Megatron-Core takes since 0.16 and earlier ones refuse"]
 
     common = gcd(*(unit.rows or unit.amount for unit in all_units))
-    valid = [n for n in range(1, min(common, 65536) + 1) if all(unit.can_be_shared(n) for unit in all_units)]
+    valid = [n for n in range(1, min(common, 65536) + 1) if _can_share(all_units, n)]
     raise UsageError(
         f"--{flag} {degree}: {indivisible.amount} {indivisible.what} do not divide by {degree}",
         code=DEGREE,

@@ -120,7 +120,7 @@ def gemma4_layer(every: Iterable[str]) -> str:
     >>> gemma4_layer(["decoder.layers.0.layer_scalar", "decoder.layers.0.post_ffn_layernorm.weight"])
     'post_ffn_layernorm.weight'
     """
-    inside = {found[3][1:] for name in every if (found := _LAYER.fullmatch(name))}
+    inside = {match[3][1:] for match in map(_LAYER.fullmatch, every) if match}
     return next((norm for norm in (GEMMA4_DENSE, GEMMA4_SPARSE) if {GEMMA4, norm} <= inside), "")
 
 
@@ -392,16 +392,18 @@ def _order_key(name: str, seen: dict[str, int], turned: Mapping[str, str]) -> tu
 def experts_count(names: Iterable[str]) -> int:
     """How many experts a layer has at most, from logical names; 0 without experts. Raises InconsistentCheckpoint
     E1650."""
-    numbers = [found.expert for name in names if ".experts." in name and (found := expert_of(name))]
+    experts = map(expert_of, filter(lambda name: ".experts." in name, names))
+    numbers = [expert.expert for expert in experts if expert]
     return check_count(max(numbers, default=-1) + 1, len(numbers), "experts by the tensors' names")
 
 
 def layers_count(names: Iterable[str]) -> int:
     """How many layers there are by logical names, MTP's aside. Raises InconsistentCheckpoint E1650."""
-    numbers = [found[1] for name in names if (found := layer_of(name))]
+    numbers = [layer[1] for layer in map(layer_of, names) if layer]
     return check_count(max(numbers, default=-1) + 1, len(numbers), "layers by the tensors' names")
 
 
 def mtp_count(names: Iterable[str]) -> int:
     """How many MTP layers there are."""
-    return len({found[2] for name in names if "mtp.layers." in name and (found := _MTP.match(name))})
+    matches = (_MTP.match(name) for name in names if "mtp.layers." in name)
+    return len({match[2] for match in matches if match})

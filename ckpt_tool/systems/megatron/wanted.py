@@ -173,14 +173,16 @@ def _check(job: MegatronJob, shapes: Mapping[str, tuple[int, ...]]) -> list[str]
     rules = {name: job.rule(name, len(shape)) for name, shape in shapes.items()}
     unknown = [name for name, rule in rules.items() if not rule.known and job.degrees[rule.axis] > 1]
     if unknown:
+        lacks = rules[unknown[0]].lacks
+        hint = "bring the names into Megatron's (--dialect megatron), or write with --tp 1"
+        if lacks:
+            hint = f"its sections follow from {lacks}: keep the module's other tensors, or write with --tp 1"
         raise UsageError(
             f"--tp {job.degrees['tp']}: no rule says how tensor ranks share {unknown[0]}",
             code=NO_RULE,
             key=unknown[0],
             faults=unknown[1:50],
-            hint=f"its sections follow from {lacks}: keep the module's other tensors, or write with --tp 1"
-            if (lacks := rules[unknown[0]].lacks)
-            else "bring the names into Megatron's (--dialect megatron), or write with --tp 1",
+            hint=hint,
         )
     return job.check(shapes.items())
 

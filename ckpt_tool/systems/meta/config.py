@@ -66,7 +66,9 @@ def hub_config(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]])
     if theta is None:  # what Mistral AI's code takes where the file is silent; Meta's Llama 1 and 2 know no other
         theta = 1000000.0 if (mistral or moe) and params.get("sliding_window") is None else 10000.0
 
-    kind = "Mixtral" if moe else "Mistral" if mistral else "Llama"
+    kind = "Mistral" if mistral else "Llama"
+    if moe:
+        kind = "Mixtral"
     config: dict[str, Any] = {
         "architectures": [f"{kind}ForCausalLM"],
         "model_type": kind.lower(),

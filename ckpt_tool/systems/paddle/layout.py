@@ -105,8 +105,10 @@ def degrees_of(wanted: Wanted, experts: int, notes: list[str]) -> JobDegrees:
                 hint="the nearest that it takes is --zero 1",
             )
         sharding = dp
+    elif zero is None:
+        sharding = _inherit_sharding(wanted, dp)
     else:
-        sharding = 1 if zero == 0 else dp if zero else _inherit_sharding(wanted, dp)
+        sharding = 1 if zero == 0 else dp
 
     wish = wanted.wish.of(PaddleOptions).sharding or paddle_hints(wanted).sharding or (V2 if ep > 1 else V1)
     if sharding == 1 and wanted.wish.of(PaddleOptions).sharding:
@@ -292,9 +294,15 @@ def tied_pair(
     stated = text_config(config).get("tie_word_embeddings")
     if isinstance(stated, bool):
         return pair if stated else None
-    mine = [{state for state in rows[name] if state not in (MODEL, EMA)} for name in pair]
-    same = pair[0] in statics and statics.get(pair[0]) == statics.get(pair[1])
-    return pair if same or bool(mine[0]) != bool(mine[1]) else None
+    embedding, head = pair
+    one_has_states = _is_trained(rows[embedding]) != _is_trained(rows[head])
+    one_static_name = embedding in statics and statics.get(embedding) == statics.get(head)
+    return pair if one_static_name or one_has_states else None
+
+
+def _is_trained(states: Mapping[str, WantedTensor]) -> bool:
+    """Does the parameter have states of the optimizer (or a master weight)?"""
+    return any(state not in (MODEL, EMA) for state in states)
 
 
 def _shape(states: Mapping[str, WantedTensor]) -> tuple[int, ...]:
@@ -398,9 +406,14 @@ class LaidParameter:
         if not self.degrees.version:
             return [BlockShare(block, None) for block in blocks]
         if self.degrees.version == V1:
-            named = {block.parameter.name: block for block in blocks}
-            dealt = self.owner_of(rank).items()
-            return [BlockShare(b, None) for name, to in dealt if to == self.group_rank(b := named[name], rank)]
+            blocks_by_name = {block.parameter.name: block for block in blocks}
+            owned: list[BlockShare] = []
+            for name, owner in self.owner_of(rank).items():
+                block = blocks_by_name[name]
+                if owner == self.group_rank(block, rank):
+                    owned.append(BlockShare(block, None))
+            return owned
+
         held: dict[str, ParameterSpan] = {}
         for colour in self.colours(blocks):
             ranks = self.group_size(colour[0])

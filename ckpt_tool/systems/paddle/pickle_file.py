@@ -292,7 +292,8 @@ class _PaddleTensorWalk:
             return kept if kept or not value else _GONE
 
         if isinstance(value, list | tuple):
-            items = [SLOT if (left := self.part(item, (*path, i))) is _GONE else left for i, item in enumerate(value)]
+            parts = [self.part(item, (*path, i)) for i, item in enumerate(value)]
+            items = [SLOT if part is _GONE else part for part in parts]
             return tuple(items) if isinstance(value, tuple) else items
 
         self._refuse_hanging(value, path)

@@ -118,7 +118,10 @@ def rank_file(path: str) -> RankFile | None:
     if len(at) < len(pairs) or any(number >= _LARGEST for number in at.values()):
         return None
     stem = found["stem"]
-    kind = MODEL_FILE if found["kind"] == "pdparams" else EMA_FILE if stem == "ema" else OPTIMIZER_FILE
+    if found["kind"] == "pdparams":
+        kind = MODEL_FILE
+    else:
+        kind = EMA_FILE if stem == "ema" else OPTIMIZER_FILE
     return RankFile(path, kind, stem, at, int(found["part"] or 1), int(found["of"] or 1))
 
 
@@ -128,19 +131,30 @@ def rank_files(names: Iterable[str], *, prefer: object = None) -> list[RankFile]
 
     Stems of Paddle's Trainer go first; without them one model and one optimizer of any stem. prefer: the stem to
     take."""
-    found = [file for name in names if (file := rank_file(name))]
-    stems = list(dict.fromkeys(file.stem for file in found if file.kind == MODEL_FILE))
-    known = [stem for stem in (prefer, *_STEMS) if stem in stems]
-    stem = known[0] if known else stems[0] if len(stems) == 1 else ""
-    if stems and not stem:
+    files = [file for file in map(rank_file, names) if file is not None]
+
+    stems = list(dict.fromkeys(file.stem for file in files if file.kind == MODEL_FILE))
+    known_stems = [stem for stem in (prefer, *_STEMS) if stem in stems]
+    model_stem = ""
+    if known_stems:
+        model_stem = known_stems[0]
+    elif len(stems) == 1:
+        model_stem = stems[0]
+    if stems and not model_stem:
         return []
-    optimizers = {file.stem for file in found if file.kind == OPTIMIZER_FILE}
-    own = "optimizer" if "optimizer" in optimizers else stem if stem in optimizers else ""
-    if not own and len(optimizers) == 1 and not known:
-        own = next(iter(optimizers))
-    wanted = {MODEL_FILE: stem, OPTIMIZER_FILE: own, EMA_FILE: "ema"}
+
+    optimizer_stems = {file.stem for file in files if file.kind == OPTIMIZER_FILE}
+    optimizer_stem = ""
+    if "optimizer" in optimizer_stems:
+        optimizer_stem = "optimizer"
+    elif model_stem in optimizer_stems:
+        optimizer_stem = model_stem
+    elif len(optimizer_stems) == 1 and not known_stems:
+        optimizer_stem = next(iter(optimizer_stems))
+
+    wanted = {MODEL_FILE: model_stem, OPTIMIZER_FILE: optimizer_stem, EMA_FILE: "ema"}
     return sorted(
-        (file for file in found if wanted[file.kind] == file.stem),
+        (file for file in files if wanted[file.kind] == file.stem),
         key=lambda file: (file.kind != MODEL_FILE, file.kind, *_order(file), file.part),
     )
 
@@ -177,7 +191,8 @@ def degrees_of(tree: Tree, files: Sequence[RankFile], stated: Mapping[str, int])
 
 def _data_ranks(tree: Tree, others: int, least: int) -> int:
     """All data ranks, as the markers of finished ranks count them."""
-    ranks = [int(m[1]) for name in (tree.names() if tree.single is None else ()) if (m := _SIGNAL.fullmatch(name))]
+    names = tree.names() if tree.single is None else ()
+    ranks = [int(match[1]) for match in map(_SIGNAL.fullmatch, names) if match]
     world = max(ranks, default=-1) + 1
     if world == len(ranks) and world % others == 0 and world // others % least == 0:
         return max(world // others, least)
@@ -334,22 +349,34 @@ def read_meta(tree: Tree) -> Meta:
 def meta_json(degrees: JobDegrees, stages: Mapping[tuple[int, int, int], StageMeta]) -> bytes:
     """The meta as Paddle writes it. The degree of expert sharding is 0 where there are no expert ranks."""
     config = {key: getattr(degrees, dim) for key, dim in _DEGREES.items()}
-    config |= {} if degrees.ep > 1 else {"moe_sharding_degree": 0}
-    metas = {
-        f"tp{tp:02d}_pp{pp:02d}" + (f"_ep{ep:02d}" if degrees.ep > 1 else ""): {
-            "param2rank": stage.owners,
-            "structure_name_mapping": stage.names,
-            "param_meta": {
-                name: [list(param.shape), _NUMBERS[param.dtype.name] if param.dtype else 0, *param[2:]]
-                for name, param in stage.params.items()
-            },
-            "param_meta_keys": ["shape", "dtype", "is_distributed", "no_sync"],
-            "sharding_strategy": next(name for name, version in _STRATEGIES.items() if version == stage.strategy),
-            "enable_overlap": False,
-        }
-        for (tp, pp, ep), stage in stages.items()
-    }
+    if degrees.ep == 1:
+        config["moe_sharding_degree"] = 0
+
+    metas = {}
+    for (tp, pp, ep), stage in stages.items():
+        key = f"tp{tp:02d}_pp{pp:02d}"
+        if degrees.ep > 1:
+            key += f"_ep{ep:02d}"
+        metas[key] = _describe_stage(stage)
     return json.dumps({"parallel_config": config, "sharding_metas": metas}).encode("ascii")
+
+
+def _describe_stage(stage: StageMeta) -> dict[str, Any]:
+    """What the meta states of one (tp, pp, ep), in the order in which Paddle writes it."""
+    params = {}
+    for name, param in stage.params.items():
+        dtype_number = _NUMBERS[param.dtype.name] if param.dtype else 0
+        params[name] = [list(param.shape), dtype_number, *param[2:]]
+
+    strategies = {version: name for name, version in reversed(_STRATEGIES.items())}
+    return {
+        "param2rank": stage.owners,
+        "structure_name_mapping": stage.names,
+        "param_meta": params,
+        "param_meta_keys": ["shape", "dtype", "is_distributed", "no_sync"],
+        "sharding_strategy": strategies[stage.strategy],
+        "enable_overlap": False,
+    }
 
 
 def _malformed_error(what: str, shown: str, key: str | None = None) -> CorruptFile:

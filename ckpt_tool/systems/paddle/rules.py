@@ -218,9 +218,8 @@ def _vocabulary(
     """ROW, COLUMN or WHOLE for the two tensors that have an axis of tokens; a sentence where nothing shows it."""
     axis = 0 if kind == VOCAB or len(shape) == 1 else head_axis(shape, facts, tp if whole is None else 1)
     rows = whole[axis] if whole is not None else _int(facts, "vocab_size", "padded_vocab_size")
-    if cut or (
-        rows is None and shape[axis] % tp == 0
-    ):  # a whole vocabulary is in every file only where tp does not divide it
+    # A whole vocabulary is in every file only where tp does not divide it.
+    if cut or (rows is None and shape[axis] % tp == 0):
         rows = shape[axis] * tp
     if rows is None:
         return "the size of the vocabulary is not known"
@@ -293,7 +292,9 @@ def module_of(name: str) -> str:
     'gate_proj'
     """
     words = [word for word in name.split(".") if not word.isdecimal()]
-    return words[-2] if len(words) > 1 else words[-1] if words else name
+    if not words:
+        return name
+    return words[-2] if len(words) > 1 else words[-1]
 
 
 def is_fused(name: str) -> bool:

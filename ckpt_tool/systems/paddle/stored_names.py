@@ -193,11 +193,14 @@ def registration_order(names: Sequence[str], known: Sequence[str] = ()) -> list[
 
 def _key(name: str) -> tuple[tuple[int, int, str], ...]:
     words = name.split(".")
-    group = 0 if any(w in _FIRST for w in words) and "layers" not in words else 1 if "layers" in words else 2
     if any(word in _LAST for word in words):
         group = 4
     elif any(word.startswith("mtp_") for word in words):
         group = 3
+    elif "layers" in words:
+        group = 1
+    else:
+        group = 0 if any(word in _FIRST for word in words) else 2
     return ((group, 0, ""), *(_word(word) for word in words))
 
 

@@ -104,8 +104,12 @@ def tune_order(names: Iterable[str]) -> list[str] | None:
     ['layers.0.attn.k_proj.weight', 'layers.0.sa_norm.scale', 'output.weight']
     """
     ranks = {part: rank for rank, part in enumerate(_TUNE_ORDER)}
-    keys = {name: [int(part) if numeral(part) else ranks.get(part, -1) for part in name.split(".")] for name in names}
-    return None if any(-1 in key for key in keys.values()) else sorted(keys, key=lambda name: keys[name])
+    keys: dict[str, list[int]] = {}
+    for name in names:
+        keys[name] = [int(part) if numeral(part) else ranks.get(part, -1) for part in name.split(".")]
+    if any(-1 in key for key in keys.values()):
+        return None
+    return sorted(keys, key=lambda name: keys[name])
 
 
 OLMO_MODEL = """

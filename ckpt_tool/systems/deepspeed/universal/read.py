@@ -215,7 +215,8 @@ class UniversalReader:
         """Raise InconsistentCheckpoint E0359 for module files of another step; alike: or of another model."""
         faults = []
         for file in others:
-            mine, theirs = ({key: f.values.get(key) for key in sorted(COUNTERS)} for f in (file, first))
+            mine = {key: file.values.get(key) for key in sorted(COUNTERS)}
+            theirs = {key: first.values.get(key) for key in sorted(COUNTERS)}
             if alike:
                 mine |= {"param_shapes": file.shapes, "frozen_param_shapes": file.frozen}
                 theirs |= {"param_shapes": first.shapes, "frozen_param_shapes": first.frozen}
@@ -266,7 +267,8 @@ class UniversalReader:
         for name, shape in first.frozen.items():
             chunks: list[Chunk] = []
             for rank, file in enumerate(files):
-                array, (line, length) = file.fragments.get(name), shares({name: shape}, count, rank)
+                array = file.fragments.get(name)
+                line, length = shares({name: shape}, count, rank)
                 if array is None or array.numel != length:
                     raise disagree(f"rank {rank} holds no share of {length} elements", file.path, name)
                 chunks += (chunk for _, chunk in line.chunks(array))

@@ -252,13 +252,15 @@ class _UniversalWriter:
         tensors = self.wanted.tensors
         described = self.described or Described()
         have = {tensor.key.name for tensor in tensors if tensor.key.state == MODEL}
+        shapes: list[OrderedMap] = []
+        for group in self.groups:
+            masters = [(name, tensors[self.folders[name]["fp32"]]) for name in group.names]
+            shapes.append(OrderedMap((name, TorchSize(master.shape)) for name, master in masters))
+
         return {
             "buffer_names": [name for name in described.buffers if name in have],
             "optimizer": None,
-            "param_shapes": [
-                OrderedMap((name, TorchSize(tensors[self.folders[name]["fp32"]].shape)) for name in group.names)
-                for group in self.groups
-            ],
+            "param_shapes": shapes,
             "frozen_param_shapes": None,
             "frozen_param_fragments": None,
             "shared_params": {alias: kept for alias, kept in described.shared.items() if alias in have},
@@ -273,11 +275,20 @@ class _UniversalWriter:
         tensors = dict[str, TensorRef]()
         states = dict[str, dict[str, TensorRef]]()
         for row in self.beside:
-            (name, state), ref = self.wanted.tensors[row].key, self._tensor(composer, row)
-            of_state = module if state == MODEL else tensors if state == EXTRAS else states.setdefault(state, {})
-            of_state[name] = ref
-        more = {**({TENSORS: tensors} if tensors else {}), **({STATES: states} if states else {})}
-        skeleton = {"module": module or None, **self._lists(), **top, **more}
+            name, state = self.wanted.tensors[row].key
+            ref = self._tensor(composer, row)
+            if state == MODEL:
+                module[name] = ref
+            elif state == EXTRAS:
+                tensors[name] = ref
+            else:
+                states.setdefault(state, {})[name] = ref
+
+        skeleton = {"module": module or None, **self._lists(), **top}
+        if tensors:
+            skeleton[TENSORS] = tensors
+        if states:
+            skeleton[STATES] = states
         return composer.file(MODULE_FILE.format(model=0), skeleton)
 
     def _optimizer_state(self) -> TargetFile:

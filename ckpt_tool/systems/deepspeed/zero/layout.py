@@ -25,7 +25,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 from ckpt_tool.core.bounds import numeral
@@ -41,7 +41,7 @@ from ckpt_tool.formats.state_dict.nesting import writable
 from ckpt_tool.systems.deepspeed.described import OPTIMIZER, UNUSED, Described, ZeroGroup, groups_of
 from ckpt_tool.systems.deepspeed.files import LAYOUT_KEYS
 from ckpt_tool.systems.deepspeed.job import Config, FlatGroup, Shape, ZeroJob, deal, partitioned, sub_groups
-from ckpt_tool.systems.deepspeed.stored_names import TIED, counts, expert_name_of, first_rank, global_names
+from ckpt_tool.systems.deepspeed.stored_names import TIED, counts, expert_name_of, global_names, select_first_rank
 
 UNFIT = "E0286"
 DEGREE = "E0287"
@@ -310,7 +310,7 @@ class ZeroLayout:
 
         for number, group in enumerate(groups):
             ep = max(group.ep, 1)
-            names = first_rank(group.names, ep) if group.ep else group.names
+            names = select_first_rank(group.names, ep) if group.ep else group.names
 
             # A flat group lists expert rank 0's parameters: those of the other ranks must have the same shapes.
             for expert in range(1, ep):
@@ -518,7 +518,7 @@ def _split_experts(groups: Sequence[ZeroGroup], dp: int, ep: int, notes: list[st
             continue
 
         # Every expert rank must have the parameters that rank 0 has.
-        rank_zero_names = first_rank(experts, ep)
+        rank_zero_names = select_first_rank(experts, ep)
         expected = {name for rank in range(ep) for name in global_names(rank_zero_names, rank)}
         unmatched = sorted({*experts} ^ expected)
         if unmatched:
@@ -542,7 +542,7 @@ def _split_stages(
     if not source_stages:
         return [list(groups)]
 
-    stage_names = [[name for group in stage for name in group] for stage in source_stages]
+    stage_names = [list(chain.from_iterable(stage)) for stage in source_stages]
     listed_names = {name for names in stage_names for name in names}
     unlisted = next((name for group in groups for name in group.names if name not in listed_names), None)
     if unlisted is not None and pp > 1:

@@ -232,7 +232,8 @@ class Module:
                 chunks: list[Chunk] = []
                 for rank in range(self.dp):
                     file = self.modules[rank, mp]
-                    array, (line, _) = file.fragments.get(name), shares({name: shape}, self.dp, rank)
+                    array = file.fragments.get(name)
+                    line, _ = shares({name: shape}, self.dp, rank)
                     if array is None or array.numel < line.end or len(array.shape) != 1 or array.strides is not None:
                         what = f"the share of frozen {name} is missing or too small"
                         raise lost(what, file.path, "the ranks' files come from two runs", name)

@@ -38,6 +38,7 @@ from ckpt_tool.systems.deepspeed.stored_names import counts, expert_name_of
 _INNER = "optimizer_state_dict"
 _SIZE = re.compile(r"ep_size_(\d{1,6})")
 _RESUME = "resume it once with ZeRO 1 and save it"
+_NUMBERED_TWICE = "the optimizer's param_groups do not number its parameters once each"
 Arrays = Mapping[str, StoredArray]
 
 
@@ -75,39 +76,44 @@ def of_modules(files: Sequence[ModuleFile], model: Arrays) -> PlainOptimizer:
         parts.append(_part(file, sum(len(group["params"]) for part in parts for group in part.groups)))
     groups = [group for part in parts for group in part.groups]
     entries = [entry for part in parts for entry in part.entries]
-    sizes = [len(part.groups) for part in parts if part.groups]
     if not groups:
         return PlainOptimizer({}, None, [], [])
 
-    if len(set(sizes)) > 1:
-        what = f"the stages have {sizes[:8]} parameter groups, want as many in each"
+    group_counts = [len(part.groups) for part in parts if part.groups]
+    if len(set(group_counts)) > 1:
+        what = f"the stages have {group_counts[:8]} parameter groups, want as many in each"
         raise disagree(what, files[0].path)
 
-    count = sizes[0]
-    merged = [{"params": [n for group in groups[g::count] for n in group["params"]]} for g in range(count)]
+    # Group i of the whole model is group i of every stage.
+    count = group_counts[0]
+    merged: list[dict[str, Any]] = []
+    for i in range(count):
+        merged.append({"params": [number for group in groups[i::count] for number in group["params"]]})
     if count == 1 and all(isinstance(group.get("param_names"), list) for group in groups):
         merged[0]["param_names"] = [name for group in groups for name in group["param_names"]]
     elif len(files) == 1:
         merged = groups
 
-    found = _align(merged, entries, model)
-    if not found.names and len(files) > 1:
-        what = f"a pipeline without ZeRO whose optimizers can't be given names: {found.why}"
+    aligned = _align(merged, entries, model)
+    if not aligned.names and len(files) > 1:
+        what = f"a pipeline without ZeRO whose optimizers can't be given names: {aligned.why}"
         raise refused(what, files[0].path, _RESUME)
 
-    note = Note("N-optimizer-ids", f"the optimizer's numbers are named {found.why}", files[0].path)
-    if not found.names:
-        what = f"the optimizer's parameters keep their numbers for names: {found.why}"
+    note = Note("N-optimizer-ids", f"the optimizer's numbers are named {aligned.why}", files[0].path)
+    if not aligned.names:
+        what = f"the optimizer's parameters keep their numbers for names: {aligned.why}"
         note = Note("W-optimizer-ids", what, files[0].path)
 
-    names = {number: found.names.get(number, str(number)) for group in merged for number in group["params"]}
-    held = {TensorKey(names[entry.number], entry.state): [entry.array] for entry in entries}
-    options = [
-        {**_bare(group), "params": [names[n] for n in all_of["params"]]}
-        for group, all_of in zip(groups[:count], merged, strict=True)
-    ]
-    stages = [[[names[n] for n in group["params"]] for group in part.groups] for part in parts if part.groups]
-    return PlainOptimizer(_tensors(held, files[0].path), _options(options, parts, held), stages, [note])
+    names = {number: aligned.names.get(number, str(number)) for group in merged for number in group["params"]}
+    states = {TensorKey(names[entry.number], entry.state): [entry.array] for entry in entries}
+    options: list[dict[str, Any]] = []
+    for group, all_stages in zip(groups[:count], merged, strict=True):
+        options.append({**_bare(group), "params": _name_params(all_stages, names)})
+    stages: list[list[list[str]]] = []
+    for part in parts:
+        if part.groups:
+            stages.append([_name_params(group, names) for group in part.groups])
+    return PlainOptimizer(_tensors(states, files[0].path), _options(options, parts, states), stages, [note])
 
 
 def of_experts(files: Mapping[int, ModuleFile], dense: Arrays, experts: Arrays, shown: str) -> PlainOptimizer:
@@ -115,9 +121,10 @@ def of_experts(files: Mapping[int, ModuleFile], dense: Arrays, experts: Arrays, 
     and parts. Raises Incomplete E0302, InconsistentCheckpoint E0359, InputError E0356 where the numbers can't be
     named."""
     parts = {rank: _part(file) for rank, file in sorted(files.items())}
-    stated = [int(m[1]) for part in parts.values() for g in part.groups if (m := _SIZE.fullmatch(str(g.get("name"))))]
-    ep = max([max(files) + 1, *stated])
-    each = {layer: count // ep for layer, count in counts(experts).items()}
+    group_names = [str(group.get("name")) for part in parts.values() for group in part.groups]
+    stated_sizes = [int(match[1]) for match in map(_SIZE.fullmatch, group_names) if match]
+    ep = max([max(files) + 1, *stated_sizes])
+    experts_per_rank = {layer: count // ep for layer, count in counts(experts).items()}
     whole_ranks = all(count % ep == 0 for count in counts(experts).values())
     absent = [PLAIN_EXPERTS.format(expert=rank, model=0) for rank in range(ep) if rank not in files]
     if absent or not whole_ranks:
@@ -130,7 +137,12 @@ def of_experts(files: Mapping[int, ModuleFile], dense: Arrays, experts: Arrays, 
             faults=absent[8:],
         )
 
-    owners = {name: e.number // each[e.layer] for name in experts if (e := expert_name_of(name))}
+    owners: dict[str, int] = {}  # expert rank by parameter
+    for name in experts:
+        expert = expert_name_of(name)
+        if expert is not None:
+            owners[name] = expert.number // experts_per_rank[expert.layer]
+
     held: dict[TensorKey, list[StoredArray]] = {}
     names: list[dict[str, None]] = [{} for _ in parts[0].groups]
 
@@ -192,6 +204,10 @@ def _options(groups: list[dict[str, Any]], parts: Sequence[_FileOptimizer], held
     return Options(groups, rest={WRAPPER: wrapper} if has_wrapper else {})
 
 
+def _name_params(group: Mapping[str, Any], names: Mapping[int, str]) -> list[str]:
+    return [names[number] for number in group["params"]]
+
+
 def _bare(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: item for key, item in group.items() if key not in ("params", "param_names")}
 
@@ -214,14 +230,19 @@ def _part(file: ModuleFile, start: int = 0) -> _FileOptimizer:
     beside = {key: item for key, item in values.items() if inner is not values and key not in (_INNER, "fp32_groups")}
     stated = inner.get("param_groups") if isinstance(inner, dict) else None
     groups = numbered(stated) if isinstance(stated, list) else []
-    if groups is None or len({n for g in groups for n in g["params"]}) != sum(len(g["params"]) for g in groups):
-        raise malformed("the optimizer's param_groups do not number its parameters once each", file.path)
-    numbers = {n: start + i for i, n in enumerate(n for group in groups for n in group["params"])}
+    if groups is None:
+        raise malformed(_NUMBERED_TWICE, file.path)
+    stored_numbers = [number for group in groups for number in group["params"]]
+    if len(set(stored_numbers)) != len(stored_numbers):
+        raise malformed(_NUMBERED_TWICE, file.path)
+    numbers = {number: start + i for i, number in enumerate(stored_numbers)}
     entries = [_entry(path, array, numbers, groups, file.path) for path, array in file.optimizer]
     _check(entries, file.path)
-    return _FileOptimizer(
-        [{**group, "params": [numbers[n] for n in group["params"]]} for group in groups], entries, beside
-    )
+
+    renumbered: list[dict[str, Any]] = []
+    for group in groups:
+        renumbered.append({**group, "params": [numbers[number] for number in group["params"]]})
+    return _FileOptimizer(renumbered, entries, beside)
 
 
 def _entry(

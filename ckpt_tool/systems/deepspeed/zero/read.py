@@ -488,7 +488,11 @@ class ZeroReader:
 
     def _describe(self, module: Module) -> Described:
         optimizer = next(iter(self.optimizers.values()), None)
-        is_pipeline = bool(self.files.layers)
+        stages: list[tuple[tuple[str, ...], ...]] = []
+        if self.files.layers:  # a pipeline
+            for stage in self.stages:
+                stages.append(tuple(tuple(group) for group in stage))
+
         return Described(
             zero_stage=self.stage if optimizer else 0,
             plain_bf16=bool(optimizer and optimizer.plain_bf16),
@@ -500,7 +504,7 @@ class ZeroReader:
             buffers=tuple(module.buffers),
             shared=module.shared,
             frozen=tuple(module.frozen()) if optimizer else (),
-            stages=tuple(tuple(tuple(group) for group in stage) for stage in self.stages) if is_pipeline else (),
+            stages=tuple(stages),
             tied=module.layers,
             moe=tuple(prefix for _, prefix in sorted(module.moe.items())),
         )

@@ -39,7 +39,13 @@ from ckpt_tool.storage.pickles.pickle_writer import TorchSize
 from ckpt_tool.systems.deepspeed import files
 from ckpt_tool.systems.deepspeed.described import HOME, OPTIMIZER, UNUSED, WRAPPER, Options, ZeroGroup
 from ckpt_tool.systems.deepspeed.job import FlatArray, ZeroJob, shares
-from ckpt_tool.systems.deepspeed.stored_names import counts, expert_name_of, first_rank, global_names, layer_and_local
+from ckpt_tool.systems.deepspeed.stored_names import (
+    counts,
+    expert_name_of,
+    global_names,
+    layer_and_local,
+    select_first_rank,
+)
 from ckpt_tool.systems.deepspeed.zero.layout import ZeroLayout, is_random, settle
 
 VERSION = "0.19.8"  # the DeepSpeed whose layout is written
@@ -186,7 +192,10 @@ class _ZeroWriter:
 
     def _list_shapes(self, job: ZeroJob, model: int) -> list[OrderedMap]:
         kind = tuple if any(group.ep for group in self.layout.stages[model]) else TorchSize
-        return [OrderedMap((name, kind(shape)) for name, shape in group.shapes.items()) for group in job.stages[model]]
+        shapes: list[OrderedMap] = []
+        for group in job.stages[model]:
+            shapes.append(OrderedMap((name, kind(shape)) for name, shape in group.shapes.items()))
+        return shapes
 
     def _compose_fragment(self, composer: TorchComposer, name: str, data: int) -> TensorRef:
         """A rank's share of a frozen parameter."""
@@ -276,7 +285,7 @@ class _ZeroWriter:
 
         # Parameters are numbered through all groups, as torch does.
         for group in layout.stages[model]:
-            names = global_names(first_rank(group.names, group.ep), expert) if group.ep else group.names
+            names = global_names(select_first_rank(group.names, group.ep), expert) if group.ep else group.names
             group_numbers = [numbers.setdefault(name, len(numbers)) for name in names]
             groups.append({**group.options, "params": group_numbers, "param_names": list(names)})
             with_master = [name for name in names if layout.row(name, MASTER) is not None]

@@ -35,7 +35,7 @@ _SHOWN = 50
 
 def check_chunks(tree: Tree, item: OrbaxItem, arrays: Sequence[Array], *, lenient: bool) -> list[Note]:
     """Notes on chunks that are read as the fill value. Raises Incomplete E0309 for those that are lost."""
-    faults = [fault for array in arrays if (fault := array.missing()) is not None]
+    faults = [fault for fault in (array.missing() for array in arrays) if fault is not None]
     if faults and item.sparse is None:
         faults[0].hint = (
             "fetch the missing files; Orbax before 0.10 left out chunks that hold nothing but the fill value: if it "

@@ -161,9 +161,12 @@ def _rows(wanted: Wanted, hint: Trees, extras: Mapping[str, Any], *, known: bool
             rows.append(LeafRow(path, _ARRAY, places[path]))
         elif kind in EMPTY:
             rows.append(LeafRow(path, kind, None))
-        elif (value := _value_at(extras, path)) is not _GONE and (row := _plain(path, value, dtype, kind)) is not None:
-            rows.append(row)
-            used.add(path)
+        else:
+            value = _value_at(extras, path)
+            row = None if value is _GONE else _plain(path, value, dtype, kind)
+            if row is not None:
+                rows.append(row)
+                used.add(path)
 
     placed = set(places.values())
     names = {(tensor.key.state, tensor.key.name) for tensor in wanted.tensors}
@@ -261,16 +264,26 @@ def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
         yield path, value
 
 
+def _empty_kind(value: Any) -> str:
+    if value is None:
+        return "None"
+    if isinstance(value, dict):
+        return "Dict"
+    return "List" if isinstance(value, list) else "Tuple"
+
+
 def _plain(path: Path, value: Any, dtype: str = "", was: str = _SCALAR) -> LeafRow | None:
     """The leaf of a plain value; None where none holds it. dtype, was: what it was stored as, and its value_type."""
     if isinstance(value, str):
         return LeafRow(path, STRING, value) if value.isprintable() or value.isascii() else None
     if value is None or value in ({}, [], ()):
-        empty = "Dict" if isinstance(value, dict) else "List" if isinstance(value, list) else "Tuple"
-        return LeafRow(path, "None" if value is None else empty, None)
+        return LeafRow(path, _empty_kind(value), None)
     if not isinstance(value, bool | int | float):
         return None
-    kind = "BOOL" if isinstance(value, bool) else "I64" if isinstance(value, int) else "F64"
+    if isinstance(value, bool):
+        kind = "BOOL"
+    else:
+        kind = "I64" if isinstance(value, int) else "F64"
     for each in (dtype, kind):
         if (
             each in PLAIN

@@ -158,7 +158,9 @@ def _model_root(paths: Sequence[Path]) -> Path:
 def _side(path: Path) -> str | None:
     """The state of what hangs at a side root."""
     top = str(path[0]).lower()
-    return EMA if is_average(top) else MASTER if top in MASTER_ROOTS else None
+    if is_average(top):
+        return EMA
+    return MASTER if top in MASTER_ROOTS else None
 
 
 def _rest(path: Path, at: int, root: Path) -> Path:

@@ -149,7 +149,8 @@ def _count(
     stored: Sequence[_StoredLeaf], named: NamedLeaf, tensors: Mapping[TensorKey, _StoredLeaf], notes: list[Note]
 ) -> LogicalTensor | None:
     """The one count of the optimizer's steps, None where there is none, or several are beside moments."""
-    moments = [each.path for key, each in tensors.items() if key.state in (STATES[word] for word in COUNTED)]
+    counted_states = {STATES[word] for word in COUNTED}
+    moments = [leaf.path for key, leaf in tensors.items() if key.state in counted_states]
     beside = {path[:at] for path in moments for at, step in enumerate(path) if step in COUNTED}
     found = [
         each
@@ -216,8 +217,13 @@ def _put(extras: dict[Any, Any], path: Path, value: Any) -> None:
     spelled like it are one."""
     at = extras
     for step in path[:-1]:
-        other: str | int = str(step) if isinstance(step, int) else int(step) if numeral(step) else step
-        at = at.setdefault(other if other in at and step not in at else step, {})
+        # A place in a sequence and a key spelled like it are one: 0 and "0".
+        twin: str | int = step
+        if isinstance(step, int):
+            twin = str(step)
+        elif numeral(step):
+            twin = int(step)
+        at = at.setdefault(twin if twin in at and step not in at else step, {})
     at[path[-1]] = value
 
 

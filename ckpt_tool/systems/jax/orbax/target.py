@@ -141,8 +141,10 @@ class _Tree:
         }
 
     def _key(self, row: LeafRow, index: Sequence[int]) -> bytes:
-        numbers = ("/" if self.zarr3 else ".").join(map(str, index))
-        last = ("c/" + numbers if index else "c") if self.zarr3 else numbers or "0"
+        if self.zarr3:
+            last = "/".join(["c", *map(str, index)])
+        else:
+            last = ".".join(map(str, index)) or "0"
         return f"{row.stored}/{last}".encode("utf-8", "surrogateescape")
 
     def _array(self, row: LeafRow, number: int) -> None:
@@ -204,14 +206,18 @@ def spelled(dtype: DType) -> str:
 
 
 def _v3(shape: Sequence[int], full: Sequence[int], dtype: DType) -> dict[str, Any]:
-    fill: Any = False if dtype.name == "BOOL" else [0.0, 0.0] if dtype.name[0] == "C" else 0
+    fill: Any = 0.0 if dtype.is_float else 0
+    if dtype.name == "BOOL":
+        fill = False
+    elif dtype.name[0] == "C":  # a complex number is two
+        fill = [0.0, 0.0]
     return {
         "attributes": {},
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(full)}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
         "data_type": dtype.torch,
-        "fill_value": float(fill) if dtype.is_float else fill,
+        "fill_value": fill,
         "node_type": "array",
         "shape": list(shape),
         "zarr_format": 3,

@@ -268,11 +268,14 @@ def _array(window: _FileFront, key: str, depth: int) -> tuple[Any, int, int]:
         raise window.fault(f"{key} has arrays in arrays, more than {DEEPEST} deep")
     inner = window.number("I", f"the type of {key}")
     count = window.number("Q", f"the length of {key}")
-    least = 12 if inner == ARRAY else 8 if inner == STRING else None
-    if least is None:
-        if inner not in SCALARS:
-            raise window.fault(f"{key} has values of type {inner}, which GGUF does not have", at=window.at - 12)
+    if inner == ARRAY:
+        least = 12  # bytes of a value: here its type and its length
+    elif inner == STRING:
+        least = 8  # its length
+    elif inner in SCALARS:
         least = struct.calcsize("<" + SCALARS[inner][1])
+    else:
+        raise window.fault(f"{key} has values of type {inner}, which GGUF does not have", at=window.at - 12)
     if count * least > window.size - window.at:
         raise window.fault(f"{key} should have {count} values, in {window.size - window.at} bytes", at=window.at - 8)
     if inner == ARRAY:

@@ -268,7 +268,8 @@ def _read_pieces(files: TokenizerFiles, size: int, architecture: str) -> _Vocabu
     for place, word, special in [*rows, *(_list_added(TokenizerFiles(tokenizer=files.tokenizer)) if phi else ())]:
         if 0 <= place < size:
             control = special or (not phi and looks_special(word))
-            kinds[place], scores[place] = CONTROL if control else USER, -1000.0
+            kinds[place] = CONTROL if control else USER
+            scores[place] = -1000.0
             tokens[place] = word if control or phi else word.replace("\u2581", " ")
     return _Vocabulary(tokens, scores, kinds)
 
@@ -355,8 +356,12 @@ def _like_pieces(files: TokenizerFiles, model: Mapping[str, Any], size: int) -> 
 
     for text, number in vocab.items():
         _check_number(number, size, text)
-        kind = BYTE if _BYTE.fullmatch(text) else CONTROL if text in special else NORMAL
-        tokens[number], scores[number], kinds[number] = text, merged.get(text, -1000.0), kind
+        kind = CONTROL if text in special else NORMAL
+        if _BYTE.fullmatch(text):
+            kind = BYTE
+        tokens[number] = text
+        scores[number] = merged.get(text, -1000.0)
+        kinds[number] = kind
 
     for number, text, _ in _list_added(files):
         _check_number(number, size, text)
@@ -409,9 +414,9 @@ def _one_line(step: Any) -> bool:
     if isinstance(step, Mapping) and step.get("type") == "Sequence":
         inner = step.get("pretokenizers")
         return isinstance(inner, list) and all(map(_one_line, inner))
-    return step is None or (
-        isinstance(step, Mapping) and step.get("type") == "Metaspace" and step.get("split") is False
-    )
+    if step is None:
+        return True
+    return isinstance(step, Mapping) and step.get("type") == "Metaspace" and step.get("split") is False
 
 
 def _prepends(step: Any) -> bool:
@@ -428,8 +433,12 @@ def _named_special(settings: Mapping[str, Any]) -> set[Any]:
     named = [value for key, value in settings.items() if key.endswith("_token")]
     for key in ("extra_special_tokens", "additional_special_tokens"):
         more = settings.get(key)
-        named += more if isinstance(more, list) else more.values() if isinstance(more, Mapping) else ()
-    return {text for word in named if isinstance(text := _text(word), str)}
+        if isinstance(more, Mapping):
+            more = more.values()
+        elif not isinstance(more, list):
+            more = ()
+        named += more
+    return {text for text in map(_text, named) if isinstance(text, str)}
 
 
 # -- special tokens ----------------------------------------------------------------------------------------------------

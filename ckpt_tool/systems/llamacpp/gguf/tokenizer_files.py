@@ -50,14 +50,12 @@ _NFC = ("qwen2", "qwen35")
 # a token of tokenizer_config.json -> whose number has what key
 _WORDS = {word: word for word in ("bos", "eos", "mask")} | {"unk": "unknown", "sep": "seperator", "pad": "padding"}
 _LLAMA = {"bos": 1, "eos": 2, "unk": 0}  # the numbers of a SentencePiece model's that states none
-_READ = frozenset(
-    f"tokenizer.ggml.{key}"
-    for key in (
-        *("model", "pre", "tokens", "token_type", "scores", "merges", "add_bos_token", "add_eos_token"),
-        *("add_sep_token", "add_space_prefix"),
-        *(f"{word}_token_id" for word in _WORDS.values()),
-    )
-) | {"tokenizer.chat_template"}
+_KEYS = (
+    *("model", "pre", "tokens", "token_type", "scores", "merges"),
+    *("add_bos_token", "add_eos_token", "add_sep_token", "add_space_prefix"),
+    *(f"{word}_token_id" for word in _WORDS.values()),
+)
+_READ = frozenset(f"tokenizer.ggml.{key}" for key in _KEYS) | {"tokenizer.chat_template"}
 UNSAID = (
     "tokenizer.json is made of the metadata, which does not say whether added tokens take up the spaces next to them, "
     "nor how Unicode is normalised"

@@ -179,7 +179,7 @@ def _fewer_layers(chosen: Chosen, stated: Mapping[str, Any]) -> _Fewer | None:
 
 
 def _layers(names: Iterable[str]) -> set[int]:
-    return {int(found[1]) for name in names if (found := _LAYER.search(name))}
+    return {int(match[1]) for match in map(_LAYER.search, names) if match}
 
 
 def _cut(key: str, value: Any, fewer: _Fewer | None) -> Any:

@@ -46,8 +46,13 @@ def _claims(tree: Tree, folder: str) -> str:
     model = _MODEL.search(head)
     if model is None:
         return ""
-    beside = "args" if _ARGS in head else RUN_CONFIG if tree.exists(folder + RUN_CONFIG) else ""
-    return f"{path} has keys {model[0].decode()}*, and {beside}" if beside else ""
+    if _ARGS in head:
+        witness = "args"
+    elif tree.exists(folder + RUN_CONFIG):
+        witness = RUN_CONFIG
+    else:
+        return ""
+    return f"{path} has keys {model[0].decode()}*, and {witness}"
 
 
 def files(tree: Tree, folder: str) -> frozenset[str]:

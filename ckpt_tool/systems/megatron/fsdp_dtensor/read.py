@@ -140,14 +140,17 @@ class _MegatronFsdpReading:
         """How the keys are spelled, by those that show it."""
         model = next((key.wrappers for key in self.keys if key.key.state == MODEL), WRAPPER)
         states = next((key.wrappers for key in self.keys if key.key.state != MODEL), "")
-        locals_ = {key.local for key in self.keys}
-        containers = {found for local in locals_ if (found := names.container_of(local))}
-        inner = next((w for w in ("mtp_model_layer", "transformer_layer") if any(f".{w}." in x for x in locals_)), None)
-        convolution = "." if any(names.convolution(x, "_") != x for x in locals_) else "_"
+        local_names = {key.local for key in self.keys}
+        containers = set(filter(None, map(names.container_of, local_names)))
+        inner = None
+        for module in ("mtp_model_layer", "transformer_layer"):
+            if inner is None and any(f".{module}." in name for name in local_names):
+                inner = module
+        convolution = "." if any(names.convolution(name, "_") != name for name in local_names) else "_"
         return FsdpHints(
             model,
             states or WRAPPER * 3,
-            any(names.is_fused_norm(local) for local in locals_),
+            any(map(names.is_fused_norm, local_names)),
             containers.pop() if len(containers) == 1 else None,
             inner,
             any(key.part in HALF for key in self.keys),

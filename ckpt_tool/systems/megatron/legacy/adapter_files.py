@@ -236,7 +236,8 @@ def _members(
     job: MegatronJob, name: str, array: StoredArray, rank: MegatronRank
 ) -> Iterator[tuple[RankArray, StoredArray]]:
     """What an array of a rank is in the whole model: one tensor, or one of each expert of a grouped linear."""
-    name, found = _plain(name), _GROUPED.fullmatch(_plain(name))
+    name = _plain(name)
+    found = _GROUPED.fullmatch(name)
     if found is None:
         yield job.describe_array(name, array.shape, array.dtype, rank, 0), array
         return

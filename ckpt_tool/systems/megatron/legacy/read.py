@@ -252,7 +252,9 @@ class _RankOptimizer:
         self.chain = chained(stored)
         self.params: list[list[RankArray]] = [list(params)]  # of each chained optimizer
         if len(self.chain) > 1:
-            self.params = [[array for array in params if array.expert == part] for part in (False, True)]
+            dense = [array for array in params if not array.expert]
+            experts = [array for array in params if array.expert]
+            self.params = [dense, experts]
         self.every = list(params)
 
     def add_numbered(self, leaves: Iterable[tuple[Path, StoredArray]], members: list[Members] | None = None) -> None:

@@ -19,8 +19,13 @@ def adapter_files(tree: Tree) -> dict[str, tuple[int, ...]]:
     there is none."""
     if tree.single is not None:
         return {}
-    found = ((path, _ADAPTER.fullmatch(path)) for path in sorted(tree.listing()))
-    return {path: tuple(int(n) for n in match.groups() if n is not None) for path, match in found if match}
+
+    numbers: dict[str, tuple[int, ...]] = {}
+    for path in sorted(tree.listing()):
+        match = _ADAPTER.fullmatch(path)
+        if match:
+            numbers[path] = tuple(int(number) for number in match.groups() if number is not None)
+    return numbers
 
 
 def states_beside(tree: Tree) -> frozenset[str]:

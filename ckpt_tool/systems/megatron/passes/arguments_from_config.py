@@ -139,7 +139,7 @@ def _complete_by_tensors(args: Mapping[str, Any], wanted: Wanted) -> dict[str, A
         out["make_vocab_size_divisible_by"] = vocabulary_multiple(rows, tp)
         unit = out["make_vocab_size_divisible_by"] * tp
         out["padded_vocab_size"] = ceil_div(out["vocab_size"], unit) * unit
-    ahead = {found[1] for name in model if (found := _AHEAD.match(name))}
+    ahead = {match[1] for match in map(_AHEAD.match, model) if match}
     out = set_mtp_layers(out, len(ahead))
     te = wanted.wish.of(MegatronOptions).spec == "te"
     out["transformer_impl"] = "transformer_engine" if te else "local"

@@ -96,15 +96,23 @@ def _across(chosen: Chosen, pattern: str, args: Mapping[str, Any], *, back: bool
     stored = tuple(_rename_row(row, names) for row in chosen.stored)
     moved = {name: (there,) for name, there in names.items()}
     said = hybrid.changed(args, letters, back=back)
+
+    def rename(key: TensorKey) -> TensorKey:
+        return TensorKey(names.get(key.name, key.name), key.state)
+
+    traced: dict[str, tuple[str, ...]] = {}
+    if chosen.names:
+        for old, current_names in chosen.names.items():
+            traced[old] = tuple(names.get(name, name) for name in current_names)
+    traced |= moved
+
     out = replace(
         chosen,
         stored=stored,
         extras=renamed_groups(_add_args(chosen.extras, said), moved),
-        names={**{old: tuple(names.get(new, new) for new in made) for old, made in chosen.names.items()}, **moved}
-        if chosen.names
-        else moved,
-        casts={TensorKey(names.get(key.name, key.name), key.state): dtype for key, dtype in chosen.casts.items()},
-        renewed=frozenset(TensorKey(names.get(key.name, key.name), key.state) for key in chosen.renewed),
+        names=traced,
+        casts={rename(key): dtype for key, dtype in chosen.casts.items()},
+        renewed=frozenset(map(rename, chosen.renewed)),
         hints=chosen.all_hints.without(DistHints, MegatronHints),
         sources=_sources(chosen, said) if said else chosen.sources,
     )

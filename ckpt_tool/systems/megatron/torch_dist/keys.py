@@ -113,7 +113,8 @@ def parse_object(fqn: str) -> ObjectKey | None:
     found = _OBJECT.fullmatch(fqn)
     if found is None:
         return None
-    at, shape = (tuple(int(n) for n in text.split(".")) for text in found.group(2, 3))
+    at = tuple(map(int, found[2].split(".")))
+    shape = tuple(map(int, found[3].split(".")))
     return ObjectKey(found[1], at, shape) if len(at) == len(shape) else None
 
 

@@ -273,7 +273,8 @@ class DistLayout:
     def _key(self, number: int, spot: StackSpot) -> DistKey | None:
         """The key of a tensor; None where it would be read back under another name."""
         tensor = self.wanted.tensors[number]
-        (name, state), kind = tensor.key, self._kind(spot.stack, spot.layer)
+        name, state = tensor.key
+        kind = self._kind(spot.stack, spot.layer)
         grid = spot.expert is None or self.grids[state, spot.template, self._separate_layer(spot.stack, spot.layer)]
         layers = spot.stack in self.stacked
         key = self._fill_template(spot, grid=grid)

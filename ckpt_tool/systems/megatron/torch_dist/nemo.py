@@ -101,8 +101,11 @@ def with_context(
     except strict_yaml.NotPlain as e:
         return [*notes, Note("N-nemo", f"the model's sizes are not known: {e.what}", model)]
 
-    config = document if model == MODEL_1 else document.get("config") if isinstance(document, dict) else None
-    known = arguments_of_1 if model == MODEL_1 else arguments_of
+    config = document
+    known = arguments_of_1
+    if model != MODEL_1:
+        config = document.get("config") if isinstance(document, dict) else None
+        known = arguments_of
     found = known(config) if isinstance(config, dict) else {}
     if not found:
         return [*notes, Note("N-nemo", "there is no config of a model in it: its sizes are not known", model)]

@@ -68,7 +68,7 @@ def stored_state(wanted: Wanted, layout: DistLayout) -> StoredState:
         else:
             notes.append(f"{key} is left out: it holds values of classes that are not written")
 
-    states = {key.state for key in (tensor.key for tensor in wanted.tensors)} - {MODEL, STEP}
+    states = {tensor.key.state for tensor in wanted.tensors} - {MODEL, STEP}
     args = updated(layout.args, layout.degrees, layout.job.stages, 0)
     args |= {"ckpt_format": "torch_dist", "use_dist_ckpt": True}
     if layout.apart and stated_windows(args) != layout.windows:  # who reads it must know
@@ -113,9 +113,7 @@ def _optimizers(value: Any, layout: DistLayout, notes: list[str], *, distributed
         return value
     dense = [one for one in several if not all(map(is_expert_group, groups_of(one)))]
     if not (layout.degrees["ep"] > 1 and layout.experts):
-        several = [
-            _replace_groups(one, [g for g in groups_of(one) if not is_expert_group(g)]) for one in dense
-        ] or several
+        several = list(map(_without_experts, dense)) or several
     elif not any(map(is_expert_group, chain.from_iterable(map(groups_of, several)))):
         if len(several) == 1:
             several.append(_experts_of(several[0], layout))
@@ -129,6 +127,10 @@ def _optimizers(value: Any, layout: DistLayout, notes: list[str], *, distributed
         else:
             one[SHARDING] = FULLY
     return several[0] if len(several) == 1 else dict(enumerate(several))
+
+
+def _without_experts(one: Mapping[Any, Any]) -> dict[Any, Any]:
+    return _replace_groups(one, [group for group in groups_of(one) if not is_expert_group(group)])
 
 
 def _as_list(value: Any) -> list[dict[Any, Any]]:
@@ -145,10 +147,16 @@ def _bare(one: Mapping[Any, Any]) -> dict[Any, Any]:
         if key in ("fp32_from_fp16_params", "param_state") or (key == "state" and _empty(item)):
             continue
         if key == "param_groups" and isinstance(item, list):
-            out[key] = [{k: v for k, v in g.items() if k != "params"} if isinstance(g, dict) else g for g in item]
+            out[key] = list(map(_without_params, item))
         else:
             out[key] = _bare(item) if key == "optimizer" and isinstance(item, dict) else item
     return out
+
+
+def _without_params(group: Any) -> Any:
+    if not isinstance(group, dict):
+        return group
+    return {key: item for key, item in group.items() if key != "params"}
 
 
 def _empty(value: Any) -> bool:

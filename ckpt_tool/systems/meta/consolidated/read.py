@@ -255,8 +255,11 @@ def _check_layers(tree: Tree, shards: _Shards, faults: list[CkptError]) -> None:
     """A fault where the files hold other layers than params.json counts."""
     if shards.sizes is None:
         return
-    have, layers = {number for name in shards.held[0] if (number := layer_of(name)) is not None}, shards.sizes.layers
-    absent = list(islice((number for number in range(layers) if number not in have), 10)) if layers > len(have) else []
+    layers = shards.sizes.layers
+    have = {number for number in map(layer_of, shards.held[0]) if number is not None}
+    absent: list[int] = []
+    if layers > len(have):  # a count in a file may be any number: no more than ten are looked for
+        absent = list(islice((number for number in range(layers) if number not in have), 10))
     more = sorted(number for number in have if number >= layers)[:10]
     for numbers, what in ((absent, "missing"), (more, "more than n_layers")):
         if numbers and have:

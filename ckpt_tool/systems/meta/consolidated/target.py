@@ -95,8 +95,12 @@ def _cuts(
         whose = "Llama 3 loads it" if dim == 0 else "Llama 1 and 2 load it"
         notes.append(f"{EMBEDDING} is cut along its {('rows', 'columns')[dim]}, as {whose}")
 
-    found = (cut_of(tensor.key.name) for tensor in wanted.tensors)
-    cuts = [dim if cut == EITHER else ALL if cut is None else cut for cut in found]
+    cuts: list[int] = []
+    for tensor in wanted.tensors:
+        cut = cut_of(tensor.key.name)
+        if cut is None:
+            cut = ALL
+        cuts.append(dim if cut == EITHER else cut)
     _check(wanted.tensors, cuts, tp, sizes_of(params, PARAMS))
     return cuts, notes
 

@@ -208,17 +208,20 @@ def _runs(slices: Iterable[Slice]) -> list[list[Slice]]:
 
 
 def _follows(run: Sequence[Slice], piece: Slice) -> bool:
-    last = run[-1]
-    moved = [
-        tuple(b - a for a, b in zip(*pair, strict=True)) for pair in ((last.at, piece.at), (last.start, piece.start))
-    ]
+    """Does `piece` continue the steps of `run`: as far from its last slice as that is from the one before it, in the
+    source and in the target? A run of one is continued by a step forwards along one axis."""
+    step = _measure_step(run[-1], piece)
     if len(run) > 1:
-        before = run[-2]
-        return moved == [
-            tuple(b - a for a, b in zip(*pair, strict=True))
-            for pair in ((before.at, last.at), (before.start, last.start))
-        ]
-    return all(sum(map(bool, by)) == 1 and max(by) > 0 for by in moved)
+        return step == _measure_step(run[-2], run[-1])
+
+    return all(sum(map(bool, offsets)) == 1 and max(offsets) > 0 for offsets in step)
+
+
+def _measure_step(first: Slice, second: Slice) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """How far `second` is from `first` along each axis: in the target (`at`), and in the source (`start`)."""
+    in_target = tuple(b - a for a, b in zip(first.at, second.at, strict=True))
+    in_source = tuple(b - a for a, b in zip(first.start, second.start, strict=True))
+    return in_target, in_source
 
 
 def _flat(at: Shape, strides: Sequence[int]) -> int:

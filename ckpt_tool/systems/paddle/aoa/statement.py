@@ -359,8 +359,13 @@ class Forms:
             at = match.end()
         fits = re.compile(regex + re.escape(pattern[at:])).fullmatch
         form = _DIGITS.sub("#", _HOLDER.sub("0", pattern))
-        found = (fits(name) for name in self._by_form.get(form, ()))
-        return [{holder: int(match[group]) for holder, group in groups.items()} for match in found if match]
+
+        numbers: list[Ids] = []
+        for name in self._by_form.get(form, ()):
+            fitting = fits(name)
+            if fitting:
+                numbers.append({holder: int(fitting[group]) for holder, group in groups.items()})
+        return numbers
 
 
 def expand(
@@ -395,7 +400,7 @@ class _Names:
     def by_ids(self, statement: Statement) -> Iterator[Statement]:
         """Once for each id that `$LAYER_ID` and its like stand for."""
         names = [name for name in (*statement.left, *statement.right) if name != NOTHING]
-        holders = {frozenset(holder for holder in _HOLDER.findall(name) if holder != _STAR) for name in names}
+        holders = {frozenset(_HOLDER.findall(name)) - {_STAR} for name in names}
         if holders == {frozenset()}:
             yield statement
             return
@@ -453,7 +458,9 @@ class _Names:
     def _fill_ids(self, names: Sequence[str], ids: Ids, *, made: bool) -> tuple[str, ...]:
         """The names at `ids`. The offset counts the right side one below the left, whichever is the one that is
         read."""
-        shift = (1 if self.reverse else -1) if made else 0
+        shift = 0
+        if made:
+            shift = 1 if self.reverse else -1
 
         def number(match: re.Match[str]) -> str:
             if match[0] == _STAR:
@@ -474,14 +481,8 @@ class _Names:
         if not any(_STAR in name for name in (*statement.left, *statement.right)):
             yield statement
             return
-        left, right = (
-            [
-                name
-                for pattern in side
-                for name in self._expand_names(pattern, read=(side is statement.left) != self.reverse)
-            ]
-            for side in (statement.left, statement.right)
-        )
+        left = self._expand_side(statement.left, read=not self.reverse)
+        right = self._expand_side(statement.right, read=self.reverse)
         if NOTHING in (*left, *right):  # each of them is dropped, or has no source
             for name in [name for name in (*left, *right) if name != NOTHING]:
                 pair = ((NOTHING,), (name,)) if NOTHING in left else ((name,), (NOTHING,))
@@ -490,6 +491,12 @@ class _Names:
             if len(left) > 1 and len(right) > 1:
                 raise UsageError(f"{len(left)} names -> {len(right)} names: one side wants a single name", code="E1205")
             yield statement._replace(left=tuple(left), right=tuple(right))
+
+    def _expand_side(self, patterns: Iterable[str], *, read: bool) -> list[str]:
+        names: list[str] = []
+        for pattern in patterns:
+            names += self._expand_names(pattern, read=read)
+        return names
 
     def _expand_names(self, pattern: str, *, read: bool) -> list[str]:
         if _STAR not in pattern:

@@ -150,8 +150,10 @@ def _plain(statement: Statement, reverse: bool) -> AoaStep:
         )
 
     if requested in ({"dtype"}, {"src_dtype", "dst_dtype"}):
-        to = "dtype" if "dtype" in requested else "src_dtype" if reverse else "dst_dtype"
-        return AoaStep(number, "cast", left, right, dtype=CASTS[str(attributes[to])])
+        attribute = "src_dtype" if reverse else "dst_dtype"
+        if "dtype" in requested:
+            attribute = "dtype"
+        return AoaStep(number, "cast", left, right, dtype=CASTS[str(attributes[attribute])])
 
     raise UsageError(
         f"{', '.join(sorted(requested))} in one statement",
@@ -224,21 +226,33 @@ def _fuse_by_groups(statement: Statement, heads: int, groups: int) -> Iterator[A
     splitting = len(statement.left) == 1
     whole = statement.left[0] if splitting else statement.right[0]
     q, k, v = statement.right if splitting else statement.left
-    names = {
-        name: [f"{TEMPORARY}{name.removeprefix(TEMPORARY)}~{i}" for i in range(n)]
-        for name, n in ((q, heads), (k, groups), (v, groups))
-    }
-    if len(names) < 3:
+    if len({q, k, v}) < 3:
         raise UsageError("q, k and v are one name", code="E1211")
-    each = heads // groups
-    order = [name for g in range(groups) for name in (*names[q][g * each : (g + 1) * each], names[k][g], names[v][g])]
+    head_names = {
+        q: _number_names(q.removeprefix(TEMPORARY) + "~", heads),
+        k: _number_names(k.removeprefix(TEMPORARY) + "~", groups),
+        v: _number_names(v.removeprefix(TEMPORARY) + "~", groups),
+    }
+
+    # Group by group: its query heads, then the key and the value that they share.
+    queries = heads // groups
+    order: list[str] = []
+    for group in range(groups):
+        order += head_names[q][group * queries : (group + 1) * queries]
+        order += [head_names[k][group], head_names[v][group]]
+
     if splitting:
         yield _split(number, whole, order, axis, f"{heads} + 2 x {groups} heads")
-        yield from (_concat(number, parts, name, axis) for name, parts in names.items())
+        yield from (_concat(number, parts, name, axis) for name, parts in head_names.items())
     else:
-        for name, parts in names.items():
+        for name, parts in head_names.items():
             yield _split(number, name, parts, axis, f"{len(parts)} heads")
         yield _concat(number, order, whole, axis)
+
+
+def _number_names(stem: str, count: int) -> list[str]:
+    """Names of temporary tensors: `stem` with 0 to count - 1 behind it."""
+    return [f"{TEMPORARY}{stem}{i}" for i in range(count)]
 
 
 def _fuse_by_shards(statement: Statement, counts: _Counts, heads: int = 0, groups: int = 0) -> Iterator[AoaStep]:
@@ -263,7 +277,7 @@ def _fuse_by_shards(statement: Statement, counts: _Counts, heads: int = 0, group
                 )
     if sum(letters.values()) > MAX_NAMES:
         raise UsageError(f"{here} and {there} shards come to more than {MAX_NAMES} parts", code="E1212")
-    names = {letter: [f"{TEMPORARY}{word}_tmp.{letter}_{i}" for i in range(n)] for letter, n in letters.items()}
+    names = {letter: _number_names(f"{word}_tmp.{letter}_", count) for letter, count in letters.items()}
     why = f"{word} of {here} and {there} shards" + (f", {heads} + 2 x {groups} heads" if heads else "")
 
     def order(shards: int) -> list[str]:

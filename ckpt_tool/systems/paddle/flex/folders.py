@@ -76,22 +76,26 @@ def find(listing: Iterable[str]) -> list[Save]:
         folder, slash, name = path.rpartition("/")
         if folder in FOLDERS or not folder:
             names.setdefault(folder + slash, []).append(name)
-    trainer = [save for kind in FOLDERS if (save := _save(f"{kind}/", names.get(f"{kind}/", ())))]
-    if trainer:
-        return trainer
-    plain = _save("", names.get("", ()))
+
+    trainer = [_find_newest(f"{kind}/", names.get(f"{kind}/", ())) for kind in FOLDERS]
+    saves = [save for save in trainer if save is not None]
+    if saves:
+        return saves
+    plain = _find_newest("", names.get("", ()))
     return [plain] if plain else []
 
 
-def _save(folder: str, names: Sequence[str]) -> Save | None:
+def _find_newest(folder: str, names: Sequence[str]) -> Save | None:
     """The newest save of a folder, None where nothing looks like one."""
-    metadata = {int(found[1]): name for name in names if (found := METADATA.fullmatch(name))}
-    locks = {int(found[1]): name for name in names if (found := _LOCK.fullmatch(name))}
-    data: dict[int, list[tuple[int, str]]] = {}
+    metadata = _by_number(METADATA, names)
+    locks = _by_number(_LOCK, names)
+
+    data: dict[int, list[tuple[int, str]]] = {}  # by the save's number: rank and name of each file
     for name in names:
-        found = DATA.fullmatch(name)
-        if found and (found[3] == "distcp" or metadata or locks or _nothing_else(names)):
-            data.setdefault(int(found[2]), []).append((int(found[1]), name))
+        match = DATA.fullmatch(name)
+        if match and (match[3] == "distcp" or metadata or locks or _nothing_else(names)):
+            data.setdefault(int(match[2]), []).append((int(match[1]), name))
+
     if not metadata and not locks and not data:
         return None
     unique = max({*metadata, *locks, *data})
@@ -177,11 +181,17 @@ def check(saves: Sequence[Save], shown: str, root_names: Sequence[str], *, lenie
     return notes
 
 
+def _by_number(pattern: re.Pattern[str], names: Iterable[str]) -> dict[int, str]:
+    """The names that fit, by the number in their first group."""
+    matches = (pattern.fullmatch(name) for name in names)
+    return {int(match[1]): match[0] for match in matches if match}
+
+
 def refuse_other_save(save: Save, files: Iterable[str], shown: str) -> None:
     """Raise InconsistentCheckpoint E1632 for metadata that names data files of another save than its own number, though
     files of its own are beside it. files: those that it names. shown: the metadata's path."""
-    names = [name.rpartition("/")[2] for name in files]
-    foreign = [name for name in names if (found := DATA.fullmatch(name)) and int(found[2]) != save.unique]
+    matches = (DATA.fullmatch(file.rpartition("/")[2]) for file in files)
+    foreign = [match[0] for match in matches if match and int(match[2]) != save.unique]
     if foreign and save.data:
         raise InconsistentCheckpoint(
             f"the metadata of save {save.unique} names files of another save: {foreign[0]}",

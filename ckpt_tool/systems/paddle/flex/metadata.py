@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
+from operator import add
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.dtype import DTYPES, DType
@@ -273,7 +274,8 @@ class _FlexMetadataReading:
         if shape is None:
             return
 
-        shards = [shard for row in stored if (shard := self.shard(key, row, stated, shape)) is not None]
+        checked = (self.shard(key, row, stated, shape) for row in stored)
+        shards = [shard for shard in checked if shard is not None]
         self.compare(key, stated, stored, shape)
         if not stored and 0 not in shape:
             raise Incomplete(
@@ -298,8 +300,9 @@ class _FlexMetadataReading:
             return None
         if given:
             return given.pop()
-        ends = [[o + n for o, n in zip(row.offset, row.shape, strict=True)] for row in stated]
-        return tuple(max(column) for column in zip(*ends, strict=True))
+        offsets = zip(*(row.offset for row in stated), strict=True)
+        sizes = zip(*(row.shape for row in stated), strict=True)
+        return tuple(max(map(add, *axis)) for axis in zip(offsets, sizes, strict=True))
 
     def compare(self, key: str, stated: list[_Stated], stored: list[_Stored], whole: tuple[int, ...]) -> None:
         """Note where the two halves do not list the same blocks: what is stated and stored nowhere, stored somewhere
@@ -308,17 +311,15 @@ class _FlexMetadataReading:
         given = {(row.offset, row.shape if shaped else None, row.span): row for row in stated}
         have = {(row.offset, row.shape if shaped else None, row.span): row for row in stored}
         for where, row in given.items():
-            if 0 in row.shape or (row.span is not None and row.span[0] == row.span[1]):
+            if 0 in row.shape or _is_empty(row.span):
                 continue
             if where not in have and stored:
                 self.faults.append(f"{key}: {_block(row)} is in no file, though state_dict_metadata states it")
             if any(o + n > w for o, n, w in zip(row.offset, row.shape, whole, strict=True)):
                 self.faults.append(f"{key}: {_block(row)} leaves the tensor of shape {list(whole)}")
         for where, held in have.items():
-            empty = (held.shape is not None and 0 in held.shape) or (
-                held.span is not None and held.span[0] == held.span[1]
-            )
-            if where not in given and not empty:
+            has_elements = (held.shape is None or 0 not in held.shape) and not _is_empty(held.span)
+            if where not in given and has_elements:
                 self.faults.append(f"{key}: {held.file} holds {_block(held)}, which state_dict_metadata does not state")
 
     def shard(self, key: str, row: _Stored, stated: list[_Stated], whole: tuple[int, ...]) -> Shard | None:
@@ -344,6 +345,10 @@ class _FlexMetadataReading:
             )
             return None
         return Shard(row.offset, shape, row.span, row.file, row.replica)
+
+
+def _is_empty(span: tuple[int, int] | None) -> bool:
+    return span is not None and span[0] == span[1]
 
 
 def _block(row: _Stated | _Stored) -> str:

@@ -383,8 +383,9 @@ def _count_blocks(entry: FlexEntry) -> int:
     if len(entry.shards) < 2 or not entry.shape:
         return 1
     boxes = {(shard.offset, shard.shape) for shard in entry.shards if prod(shard.shape)}
-    cuts = [len({offset[axis] for offset, _ in boxes}) for axis in range(len(entry.shape))]
-    return max(cuts) if boxes and prod(cuts) == len(boxes) else 1
+    offsets = [offset for offset, _ in boxes]
+    cuts = [len(set(starts)) for starts in zip(*offsets, strict=True)]
+    return max(cuts) if cuts and prod(cuts) == len(boxes) else 1
 
 
 def _rank_of(file: str) -> str:
@@ -575,8 +576,10 @@ def _find_home(
         entry = listing.entries.get(structured + MASTER_SUFFIX)
         if entry is not None:
             candidates.append(entry)
-    on_this_rank = [entry for entry in candidates if any(shard.file == file for shard in entry.shards)]
-    return _Home((on_this_rank or candidates)[0], file) if candidates else None
+    for entry in candidates:
+        if any(shard.file == file for shard in entry.shards):
+            return _Home(entry, file)
+    return _Home(candidates[0], file) if candidates else None
 
 
 def _find_shard(saved: Saved, home: _Home, file: str, shown: str) -> Shard | None:

@@ -166,7 +166,10 @@ def kept(ranks: Iterable[tuple[int, Sequence[FlexBlock]]], unique: int = 0) -> F
     for index, candidates in homes.items():
         owner[index] = min(candidates, key=lambda r: (load[r], names[r]))
         load[owner[index]] += 1
-    files = {rank: [item for item in items if owner[item.identity] == rank] for rank, items in mine.items()}
+
+    files: dict[int, list[FlexBlock]] = {}
+    for rank, items in mine.items():
+        files[rank] = [item for item in items if owner[item.identity] == rank]
     return FlexSave(files, [(first[index], rank) for index, rank in owner.items()], stated)
 
 
@@ -347,7 +350,8 @@ class _FlexWriter:
             mine = self.by_state[state]
             for share, name in shares:
                 number = mine.get(name)
-                if number is not None and (item := self._share(share, number)) is not None:
+                item = None if number is None else self._share(share, number)
+                if number is not None and item is not None:
                     out[folder_of(self.tensor(number).key)].append(item)
         return out
 
@@ -483,10 +487,7 @@ def _safetensors(path: str, items: Sequence[FlexBlock]) -> TargetFile:
 
 def _metadata(save: FlexSave, *, safetensors: bool) -> PickledRecord:
     """Paddle's `Metadata` of a save."""
-    states = {
-        key: [PickledRecord(f"{MODULE}.LocalTensorMetadata", state=_describe_block(item)) for item in items]
-        for key, items in save.stated.items()
-    }
+    states = {key: list(map(_pickle_block, items)) for key, items in save.stated.items()}
     storage = {
         PickledRecord(f"{MODULE}.LocalTensorIndex", state=_index(item)): file_name(rank, safetensors=safetensors)
         for item, rank in save.storage
@@ -494,6 +495,10 @@ def _metadata(save: FlexSave, *, safetensors: bool) -> PickledRecord:
     paths = {key: items[0].path for key, items in save.stated.items()}
     state = {"state_dict_metadata": states, "storage_metadata": storage, "flat_mapping": paths}
     return PickledRecord(f"{MODULE}.Metadata", state=state)
+
+
+def _pickle_block(item: FlexBlock) -> PickledRecord:
+    return PickledRecord(f"{MODULE}.LocalTensorMetadata", state=_describe_block(item))
 
 
 def _describe_block(item: FlexBlock) -> dict[str, Any]:

@@ -67,8 +67,10 @@ LOOKED_AT = 1 << 20  # bytes of each rank's array
 def differ(tree: Tree, lists: Sequence[Sequence[StoredArray]]) -> bool | None:
     """Do ranks' arrays hold different values? lists: of each state of a tensor the ranks' arrays, of one shape and
     dtype. None: they can't tell."""
-    found = [_differ(tree, arrays) for arrays in lists]
-    return True if True in found else False if False in found else None
+    verdicts = [_differ(tree, arrays) for arrays in lists]
+    if True in verdicts:
+        return True
+    return False if False in verdicts else None
 
 
 def _differ(tree: Tree, arrays: Sequence[StoredArray]) -> bool | None:
@@ -121,9 +123,11 @@ def number_experts(
     has all (no expert is kept out of the gradients' synchronisation)."""
     numbers: dict[tuple[int, int, int], frozenset[int]] = {}
     for at, names in held.items():
-        mine = frozenset(int(found[2]) for name in names if (found := _NUMBER.search(name)))
-        if mine:
-            numbers[at] = mine
+        matches = map(_NUMBER.search, names)
+        held_here = frozenset(int(match[2]) for match in matches if match)
+        if held_here:
+            numbers[at] = held_here
+
     if degrees.ep == 1:
         apart = any(
             not a & b for (x, a) in numbers.items() for (y, b) in numbers.items() if x[1] == y[1] and x[0] != y[0]
@@ -131,11 +135,15 @@ def number_experts(
         return Numbering(0, apart)  # experts spread over the tensor ranks
     if not parted:
         return Numbering()
-    by_rank = {ep: frozenset().union(*(n for at, n in numbers.items() if at[2] == ep)) for (_, _, ep) in numbers}
+
+    by_rank: dict[int, frozenset[int]] = {}
+    for (_, _, ep), held_here in numbers.items():
+        by_rank[ep] = by_rank.get(ep, frozenset()) | held_here
     sets = set(by_rank.values())
     count = next(iter(sets), frozenset())
     if len(by_rank) == degrees.ep and len(sets) == 1 and count == frozenset(range(len(count))):
-        stated = next((n for key in _COUNTS if type(n := text_config(config).get(key)) is int), None)
+        values = (text_config(config).get(key) for key in _COUNTS)
+        stated = next((value for value in values if type(value) is int), None)
         if stated is None or stated != len(count):
             return Numbering(len(count), True)
         return Numbering(0, False)
@@ -252,7 +260,10 @@ class PaddleGathering:
         if key.state in (MODEL, MASTER, EMA) or local is None:
             return False
         numel = prod(local)
-        return all(len(group) < numel and all(h.saved.shape in ((), (1,)) for h in group) for group in groups)
+        for group in groups:
+            if len(group) >= numel or any(share.saved.shape not in ((), (1,)) for share in group):
+                return False
+        return True
 
     def _has_own_shape(self, key: TensorKey, groups: Iterable[list[FileShare]], local: tuple[int, ...]) -> bool:
         """Is it a state of a shape of its own (factors, scales of quantised moments), whole in one file? Moments are

@@ -458,7 +458,9 @@ class PaddleReading:
                 names[self.numbering.logical(name, ep)] = static
 
         sharded = any("shard" in file.at for file in self.files if file.kind == MODEL_FILE)
-        version = ("v2" if self.gathering.saw_slices else "v1") if degrees.sharding > 1 else ""
+        version = ""
+        if degrees.sharding > 1:
+            version = "v2" if self.gathering.saw_slices else "v1"
         stem = next((file.stem for file in self.files if file.kind == MODEL_FILE), "")
         return Hints.of(
             Dialect("paddle"),

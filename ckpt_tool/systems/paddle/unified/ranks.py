@@ -15,7 +15,7 @@ Files behind `_shard_0001` hold a random share of the keys of one rank. Cost: 10
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple
@@ -104,7 +104,7 @@ def check_ranks(
     """The degrees, by the names. Raises Incomplete E1355 unless all ranks' files are there, InconsistentCheckpoint
     E0384 for names of two jobs."""
     every = [file for files in ranks.values() for file in files]
-    dims = {tuple(dim for dim, _ in file.at) for file in every}
+    dims = {tuple(dict(file.at)) for file in every}
     if len(dims) > 1:
         names = sorted(".".join(kind) or "(none)" for kind in dims)
         raise InconsistentCheckpoint(
@@ -189,6 +189,10 @@ def _groups(held: Sequence[ArrayOfRank]) -> Iterator[list[ArrayOfRank]]:
     yield from groups.values()
 
 
+def _count_elements(arrays: Iterable[ArrayOfRank]) -> int:
+    return sum(each.array.numel for each in arrays)
+
+
 def _cut(
     key: TensorKey, held: Sequence[ArrayOfRank], full: Shape | None, config: Mapping[str, Any], tp: int
 ) -> tuple[Shape, PaddleCut]:
@@ -206,7 +210,7 @@ def _cut(
         return (local if len(local) > 1 else full), PaddleCut(None)  # the array itself shows how it is stored
 
     whole_numel = prod(full)
-    share = max(sum(each.array.numel for each in group) for group in _groups(held))
+    share = max(_count_elements(group) for group in _groups(held))
     if module_of(key.name) in _BY_SHAPE and len(local) == len(full):
         dims = [d for d, (n, m) in enumerate(zip(local, full, strict=True)) if n * tp == m]
         others = sum(n != m for n, m in zip(local, full, strict=True))

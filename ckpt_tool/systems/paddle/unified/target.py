@@ -78,7 +78,9 @@ def unified_target(wanted: Wanted, name: str) -> Target:
         stated["master_weights"] = False
 
     if masters_as_model:
-        by_kind[MODEL], by_kind[MASTER], layout = by_kind[MASTER], [], "np"
+        by_kind[MODEL] = by_kind[MASTER]
+        by_kind[MASTER] = []
+        layout = "np"
         notes.append("the master weights are written as model files, as skip_save_model_weight does")
     else:
         layout = _layout(by_kind[MODEL], wanted, config, notes)
@@ -120,11 +122,8 @@ def _tell_tied(wanted: Wanted, config: Mapping[str, Any], notes: list[str]) -> N
     """A unified checkpoint of one process has the states of a tied pair under one name; it is written as it was."""
     if config.get("tie_word_embeddings") is not True:
         return
-    pair = {
-        name
-        for name, state in (tensor.key for tensor in wanted.tensors)
-        if state == MODEL and name.endswith(("lm_head.weight", "embed_tokens.weight"))
-    }
+    models = (tensor.key.name for tensor in wanted.tensors if tensor.key.state == MODEL)
+    pair = {name for name in models if name.endswith(("lm_head.weight", "embed_tokens.weight"))}
     trained = {tensor.key.name for tensor in wanted.tensors if tensor.key.state == "exp_avg"}
     if len(pair) == 2 and len(pair & trained) == 1:
         notes.append(
@@ -203,7 +202,9 @@ def _kind(
     """The files of the model or of the master weights, and their index."""
     if not tensors:
         return []
-    bins = [[tensors[i] for i in rows] for rows in pack([tensor.nbytes for _, tensor in tensors], limit)]
+    bins: list[Numbered] = []
+    for rows in pack([tensor.nbytes for _, tensor in tensors], limit):
+        bins.append([tensors[row] for row in rows])
     files, names = _files(stem, bins, notes, says=says, flips=flips)
     where = {number: name for name, rows in zip(names, bins, strict=True) for number, _ in rows}
     weight_map = {file_key(tensor.key): where[number] for number, tensor in tensors}
@@ -259,8 +260,13 @@ def _optimizer(tensors: Numbered, wanted: Wanted, stated: Mapping[str, Any], not
         groups.setdefault((name, "quantised" if state in quant.STATES else state), []).append((number, tensor))
 
     together = list(groups.values())
-    sizes = [sum(tensor.nbytes for _, tensor in group) for group in together]
-    bins = [[pair for i in rows for pair in together[i]] for rows in pack(sizes, wanted.shard_size)]
+    group_sizes = []
+    for group in together:
+        group_sizes.append(sum(tensor.nbytes for _, tensor in group))
+    bins: list[Numbered] = []
+    for rows in pack(group_sizes, wanted.shard_size):
+        bins.append([pair for row in rows for pair in together[row]])
+
     files, names = _files(OPTIMIZER_STEM, bins, notes)
     where = {number: name for name, rows in zip(names, bins, strict=True) for number, _ in rows}
     stage, times = _stage(wanted)

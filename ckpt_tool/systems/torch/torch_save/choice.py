@@ -88,14 +88,23 @@ class ChosenFiles:
 
 def rank_files(names: Sequence[str]) -> tuple[TorchRankFile, ...]:
     """Those of `names` that are a rank's, sorted by kind and rank."""
-    found = [(name, match) for name in names if (match := _OF_RANK.fullmatch(name.rpartition("/")[2]))]
-    ranked = [TorchRankFile(n, m[1], int(m[2]) if m[2] else None, int(m[3])) for n, m in found]
+    ranked: list[TorchRankFile] = []
+    for name, match in _matching_files(names, _OF_RANK):
+        world = int(match[2]) if match[2] else None
+        ranked.append(TorchRankFile(name, match[1], world, int(match[3])))
     if not ranked:
-        wholes = [(name, match) for name in names if (match := _OF_WHOLE_RANK.fullmatch(name.rpartition("/")[2]))]
+        wholes = _matching_files(names, _OF_WHOLE_RANK)
         if len({match[1] for _, match in wholes}) == 1:
             ranked = [TorchRankFile(name, "", None, int(match[2])) for name, match in wholes]
+
     kinds = {kind: number for number, kind in enumerate(("", "model", "ema", "optim", "optimizer", "extra_state"))}
     return tuple(sorted(ranked, key=lambda file: (kinds[file.kind], file.world or 0, file.rank)))
+
+
+def _matching_files(names: Iterable[str], pattern: re.Pattern[str]) -> list[tuple[str, re.Match[str]]]:
+    """The paths whose last part `pattern` fits, each with its match."""
+    matches = ((name, pattern.fullmatch(name.rpartition("/")[2])) for name in names)
+    return [(name, match) for name, match in matches if match]
 
 
 def choose(tree: Tree, prefer: str | None = None) -> ChosenFiles | None:
@@ -119,7 +128,7 @@ def choose(tree: Tree, prefer: str | None = None) -> ChosenFiles | None:
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
     usual = [name for name in indexes if name == "pytorch_model" + INDEX_SUFFIX]
     numbered = [name for name in names if _NUMBERED.fullmatch(name)]
-    stems = {found[1] for name in numbered if (found := _NUMBERED.fullmatch(name))}
+    stems = {match[1] for match in map(_NUMBERED.fullmatch, numbered) if match}
     wholes_beside = {name_without_number(name) for name in numbered}
     if indexes:
         wholes_beside.add(WHOLE)
@@ -176,10 +185,11 @@ def evidence(tree: Tree) -> Evidence | None:
     stem = ""
     if chosen.index is not None:
         stem = chosen.index.removesuffix(INDEX_SUFFIX)
-        parts = (name for name in tree.names() if (found := _NUMBERED.fullmatch(name)) and found[1] == stem)
-        files |= {chosen.index, *parts}
-    elif chosen.files and (found := _NUMBERED.fullmatch(chosen.files[0])):
-        stem = found[1]
+        numbered = filter(None, map(_NUMBERED.fullmatch, tree.names()))
+        files |= {chosen.index, *(match[0] for match in numbered if match[1] == stem)}
+    elif chosen.files:
+        first = _NUMBERED.fullmatch(chosen.files[0])
+        stem = first[1] if first else ""
     of_hub = tree.single is None and (stem == "pytorch_model" or chosen.files == (WHOLE,))
     loose = chosen.why.startswith(ONLY)
     return Evidence(
@@ -241,7 +251,7 @@ def beside_notes(tree: Tree, taken: Iterable[str]) -> tuple[Note, ...]:
 
 def check_numbers(files: tuple[str, ...], shown: str) -> None:
     """Raise Incomplete (E0380) or InconsistentCheckpoint (E0384) when numbered files are not one whole set."""
-    parts = [found for name in files if (found := _NUMBERED.fullmatch(name))]
+    parts = [match for match in map(_NUMBERED.fullmatch, files) if match]
     if not parts:
         return
     totals = {int(part[3]) for part in parts}

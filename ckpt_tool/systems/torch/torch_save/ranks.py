@@ -170,7 +170,8 @@ def _check_ranks(tree: Tree, files: Sequence[TorchRankFile]) -> None:
             gone = [rank for rank in range(min(world, 1 << 20)) if rank not in have]
             shown = ", ".join(map(str, gone[:20]))
             faults.append(f"{kind}: {world - len(have)} of {world} ranks have no file: rank {shown}")
-            missing += [_name_of_rank(next(file for file in files if file.kind == kind), rank) for rank in gone[:100]]
+            first = next(file for file in files if file.kind == kind)
+            missing += [_name_of_rank(first, rank) for rank in gone[:100]]
 
     if faults:
         fault = Incomplete(
@@ -257,7 +258,9 @@ def _placed(
         raise InputError("a DTensor without its spec", code=UNPLACED, hint="the file is damaged: save it again")
     record = spec.get("mesh")
     stated = (record.state or {}).get("_rank") if isinstance(record, PickledRecord) else None
-    owner = rank if rank is not None else stated if type(stated) is int else None
+    owner = rank
+    if owner is None and type(stated) is int:
+        owner = stated
     if type(stated) is int and stated != owner:
         raise InconsistentCheckpoint(
             f"the name says rank {rank}, the mesh inside rank {stated}",
@@ -443,7 +446,8 @@ def _tensor(tree: Tree, path: Path, parts: Sequence[_RankShare], names: Mapping[
     have = {part.rank for part in parts}
     gone = sorted({rank for part in parts if part.placed for rank in part.placed.mesh.ranks} - have)
     if gone:
-        without = [names[held] for rank in gone if (held := (str(path[0]), rank)) in names]
+        keys = [(str(path[0]), rank) for rank in gone]
+        without = [names[key] for key in keys if key in names]
         fault = Incomplete(
             f"rank {', '.join(map(str, gone[:20]))} of the mesh {'lacks it' if without else 'has no file'}",
             code=MISSING,
