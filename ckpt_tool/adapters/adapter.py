@@ -130,7 +130,9 @@ def _transpose(tensor: LogicalTensor) -> LogicalTensor:
     """The transpose of a matrix, as strides over what is stored."""
     chunks = []
     for chunk in tensor.chunks:
-        array, (box, within) = chunk.array, (chunk.box, chunk.within)
+        array = chunk.array
+        box = chunk.box
+        within = chunk.within
         if within.shape != box.shape:  # a flat slice
             start, strides = chunk.region()
             offset = array.offset + start * (array.dtype.bits // 8)

@@ -162,7 +162,8 @@ class Folded(Recipe):
 
     def _add(self, read: Read, number: int, e: int, part: Floats, low: int, high: int) -> None:
         """Fold term `number` into `part`, elements [low, high) of expert `e`, in place."""
-        term, (_, width) = self.terms[number], self.matrix
+        term = self.terms[number]
+        _, width = self.matrix
         first = low // width
         last = (high - 1) // width
         strip = first == last  # within one row: its own columns are enough
@@ -245,7 +246,8 @@ class Folded(Recipe):
         return self.kept.norms((self.key, number), lambda: self._norm(read, number))
 
     def _norm(self, read: Read, number: int) -> Floats:
-        term, (height, width) = self.terms[number], self.matrix
+        term = self.terms[number]
+        height, width = self.matrix
         squares = np.zeros(width if term.turned else height, np.float32)
         step = max(1, _TILE // max(width, 1) // chain.EVEN_ROWS) * chain.EVEN_ROWS
         for low in range(0, height, step):

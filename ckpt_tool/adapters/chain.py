@@ -22,7 +22,8 @@ from ckpt_tool.run.computed import Floats
 
 LENGTH = 320  # of a chain at most
 ROWS = (4, 2, 3)  # of a block: the numbers that are tried, the fastest first
-MOST_ROWS, EVEN_ROWS = max(ROWS), lcm(*ROWS)  # EVEN_ROWS: whole blocks, whatever number was chosen
+MOST_ROWS = max(ROWS)
+EVEN_ROWS = lcm(*ROWS)  # whole blocks, whatever number was chosen
 
 
 def parts(length: int) -> list[tuple[int, int]]:

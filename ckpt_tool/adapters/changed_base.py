@@ -8,8 +8,10 @@ A folded tensor takes the place of the base's and is rounded once to its dtype; 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from ckpt_tool.adapters.adapter import Adapter
@@ -202,10 +204,7 @@ def _all_the_same(found: Sequence[tuple[Adapter, Change]]) -> bool:
 def _list_notes(adapters: Sequence[Adapter], found: Sequence[Matched], left: set[str]) -> list[str]:
     notes = []
     for adapter, matched in zip(adapters, found, strict=True):
-        counts = {
-            kind: sum(isinstance(change, kind) for changes in matched.changes.values() for change in changes)
-            for kind in (Low, Bias, Tokens, ReplacedTensor)
-        }
+        counts = Counter(map(type, chain.from_iterable(matched.changes.values())))
         parts = [
             f"{counts[kind]} {word if counts[kind] == 1 else words}"
             for kind, word, words in (

@@ -281,11 +281,10 @@ def _refuse_tied(named: Chosen, adapters: Sequence[Adapter], found: Sequence[Mat
     if any(name.endswith(_HEADS) for name in names) or not _ties(_config(named, reading)):
         return
     for adapter, matched in zip(adapters, found, strict=True):
-        touched = [
-            name
-            for name, changes in matched.changes.items()
-            if name.endswith(EMBEDDINGS) and not all(isinstance(change, Tokens) for change in changes)
-        ]
+        touched = []
+        for name, changes in matched.changes.items():
+            if name.endswith(EMBEDDINGS) and not all(isinstance(change, Tokens) for change in changes):
+                touched.append(name)
         if touched and not adapter.settings.tied and not reading.lenient:
             raise UsageError(
                 f"the adapter changes {touched[0]}, which is the base's head too, and it was trained with the "
@@ -304,9 +303,9 @@ def _ties(config: Mapping[str, Any]) -> bool:
     tied = config.get(TIE)
     classes = config.get("architectures")
     words = classes if isinstance(classes, list) else []
-    return tied is True or (
-        tied is None and any("CausalLM" in str(architecture) or "LMHead" in str(architecture) for architecture in words)
-    )
+    if tied is not None:
+        return tied is True
+    return any("CausalLM" in str(architecture) or "LMHead" in str(architecture) for architecture in words)
 
 
 def _as_wanted(folded: Chosen, everything: Chosen, named: Chosen, job: Conversion) -> Chosen:

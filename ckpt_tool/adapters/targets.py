@@ -317,8 +317,10 @@ class _Matching:
         """A square weight: as those of its name in other places, as all others, as the config says."""
         own = self.turned.get(module.rpartition(".")[2], set())
         every = set().union(*self.turned.values())
-        votes = own if len(own) == 1 else every if len(every) == 1 else {self.settings.fan_in_fan_out}
-        return next(iter(votes))
+        for votes in (own, every):
+            if len(votes) == 1:
+                return next(iter(votes))
+        return self.settings.fan_in_fan_out
 
     def _check_rank(self, module: str, rank: int, a: LogicalTensor) -> bool:
         want = self.settings.rank_of(self._name_in_config(module))
@@ -369,11 +371,11 @@ class _Matching:
     def _find_parameters(self, module: str) -> dict[str, LogicalTensor]:
         """The module's own matrices that the config targets, or all of them where it names none."""
         requested = self.settings.parameters
-        return {
-            name: tensor
-            for name, tensor in self.children.get(module, {}).items()
-            if not requested or any(name == each or name.endswith(f".{each}") for each in requested)
-        }
+        matrices = {}
+        for name, tensor in self.children.get(module, {}).items():
+            if not requested or any(name == each or name.endswith(f".{each}") for each in requested):
+                matrices[name] = tensor
+        return matrices
 
     def _match_stacked(self, module: str, levels: Mapping[int, Mapping[str, LogicalTensor]]) -> None:
         first = next(iter(next(iter(levels.values())).values()))
@@ -390,16 +392,18 @@ class _Matching:
         elif any(set(row) != {A, B} for row in inner_first):
             self._add_fault(first, "a parameter's wrapper holds a lora_A and a lora_B alone")
         else:
-            fits = [
-                names
-                for names in permutations(parameters, len(levels))
-                if all(_find_orientations(row, parameters[name]) for row, name in zip(inner_first, names, strict=True))
-            ]
+            fits = []
+            for names in permutations(parameters, len(levels)):
+                pairs = zip(inner_first, names, strict=True)
+                if all(_find_orientations(row, parameters[name]) for row, name in pairs):
+                    fits.append(names)
             order = [names for names in fits if list(names) == sorted(names, key=_find_registration_order)]
             if not fits:
                 shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in parameters.items())
-                rows = ", ".join(str([list(tensor.shape) for tensor in row.values()]) for row in inner_first)
-                self._add_fault(first, f"shapes {rows} don't fit {shapes}")
+                rows = []
+                for row in inner_first:
+                    rows.append(str([list(tensor.shape) for tensor in row.values()]))
+                self._add_fault(first, f"shapes {', '.join(rows)} don't fit {shapes}")
             elif len(fits) > 1 and len(order) != 1:
                 self._add_fault(first, f"its shapes fit {', '.join(parameters)} in more than one way")
             else:
@@ -416,13 +420,11 @@ class _Matching:
             b = row[B]
             experts = tensor.shape[0] if len(tensor.shape) == 3 else 1
             rank = a.shape[0] // experts
-            turned = (
-                next(iter(ways[name]))
-                if len(ways[name]) == 1
-                else next(iter(sure))
-                if len(sure) == 1
-                else self.transposed
-            )
+            turned = self.transposed
+            if len(ways[name]) == 1:
+                turned = next(iter(ways[name]))
+            elif len(sure) == 1:
+                turned = next(iter(sure))
             if self._check_rank(name, rank, a):
                 self.changes.setdefault(name, []).append(
                     Low(a, b, rank, self.settings.scaling(self._name_in_config(name), rank), turned, experts)
@@ -546,7 +548,9 @@ def root_for(modules: Iterable[str], known: Collection[str]) -> tuple[Root, int]
     """The way to begin names under which the most of `modules` are modules of the base, and how many. known:
     modules."""
     modules = list(modules)
-    counts = [sum(root.of(module) in known for module in modules) for root in ROOTS]
+    counts: list[int] = []
+    for root in ROOTS:
+        counts.append(sum(root.of(module) in known for module in modules))
     best = max(counts)
     return ROOTS[counts.index(best)], best
 

@@ -204,7 +204,8 @@ class NuSlerp(Tiled):
 
             return part
 
-        x, y = model(0), model(1)
+        x = model(0)
+        y = model(1)
         if self.along is None:
             found = self.whole.get(_make_segment_sums(x, y), same)
         elif self.along == 0:

@@ -68,13 +68,17 @@ class Grouping:
                 counts[layer[0]] = max(counts.get(layer[0], 0), layer[1] + 1)
         for name in self._names:
             layer = layer_of(name)
-            t = 0.0 if layer is None else layer[1] / (counts[layer[0]] - 1) if counts[layer[0]] > 1 else 1.0
+            t = 0.0  # where the parameters' gradients are looked at: 0 at the first layer, 1 at the last
+            if layer is not None:
+                stack, number = layer[:2]
+                t = number / (counts[stack] - 1) if counts[stack] > 1 else 1.0
             yield self._group(name, slice_, [name] * len(slice_.parts), t)
 
     # -- slices --------------------------------------------------------------------------------------------------------
 
     def _group_slices(self) -> Iterator[MergeGroup | None]:
-        stacks = {layer[0] for tensors in self._models.values() for name in tensors if (layer := layer_of(name))}
+        layers = (layer_of(name) for tensors in self._models.values() for name in tensors)
+        stacks = {layer[0] for layer in layers if layer}
         of_language = [stack for stack in stacks if not _TOWER.search(stack)] if len(stacks) > 1 else list(stacks)
         if len(of_language) != 1:
             shown = ", ".join(sorted(stacks)[:4])

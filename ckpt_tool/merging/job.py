@@ -96,7 +96,8 @@ class MergeJob:
         """Every model once; the one whose config and tokenizer the output takes comes first: the base, of an
         average the newest, else the first."""
         named = [part.model for slice_ in self.slices for part in slice_.parts]
-        bases = [base for base in (self.base, *(slice_.base for slice_ in self.slices)) if base]
+        stated_bases = [self.base, *(slice_.base for slice_ in self.slices)]
+        bases = [base for base in stated_bases if base]
         newest = [self.newest] if self.newest else []
         return tuple(dict.fromkeys((*bases, *newest, *named)))
 
@@ -238,7 +239,10 @@ def contract_faults(job: MergeJob) -> list[str]:
         elif base is not None and not has_base and method.base != "none":
             faults.append(f"{prefix}the base {base} is not among the models")
         if len(models) < method.least or (method.most is not None and len(models) > method.most):
-            bound = "" if method.most == method.least else "at most " if method.most else "at least "
+            if method.most == method.least:
+                bound = ""
+            else:
+                bound = "at most " if method.most else "at least "
             count = method.most or method.least
             requirement = f"{bound}{count} model{'s' * (count > 1)}{', the base counted' * (method.base != 'none')}"
             faults.append(f"{prefix}{method.name} takes {requirement}; there are {len(models)}")
@@ -284,22 +288,23 @@ def job_of(options: MergeOptions, sources: Sequence[str]) -> MergeJob:
         models.append(base)
 
     tasks = [model for model in models if method.base == "none" or model != base]
-    own_settings = {
-        name: _each(values, tasks, f"--{name}", faults)
-        if name in method.parameters
-        else [setting(*values[:1])] * len(tasks)
-        for name, values in (("weight", weights), ("density", options.density))
-        if values
-    }
+    own_settings: dict[str, list[Setting]] = {}  # by parameter, one of each task
+    for name, values in (("weight", weights), ("density", options.density)):
+        if not values:
+            continue
+        if name in method.parameters:
+            own_settings[name] = _each(values, tasks, f"--{name}", faults)
+        else:
+            own_settings[name] = [setting(*values[:1])] * len(tasks)
     faults += _idle(options, method)
 
-    parts = [
-        LayersOfModel(
-            model,
-            {name: values[tasks.index(model)] for name, values in own_settings.items() if values and model in tasks},
-        )
-        for model in models
-    ]
+    parts: list[LayersOfModel] = []
+    for model in models:
+        settings_of_model: dict[str, Setting] = {}
+        if model in tasks:
+            task = tasks.index(model)
+            settings_of_model = {name: settings[task] for name, settings in own_settings.items() if settings}
+        parts.append(LayersOfModel(model, settings_of_model))
     shared = _read_shared_settings(options, method)
     if not weights and "weight" in method.parameters:
         shared["weight"] = setting(1.0)
@@ -473,5 +478,5 @@ def steps_of(folder: str, names: Sequence[str], wanted: Sequence[str]) -> list[s
 
 def _numbered_steps(names: Sequence[str]) -> list[str]:
     """The names that are steps' and end with their number, in the order of training."""
-    steps = (step for step in map(step_of, names) if step is not None and step.name[-1].isdigit())
-    return [name for _, name in sorted((step.order, step.name) for step in steps)]
+    steps = [step for step in map(step_of, names) if step is not None and step.name[-1].isdigit()]
+    return [step.name for step in sorted(steps, key=lambda step: (step.order, step.name))]

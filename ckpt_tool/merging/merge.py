@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from math import inf
 from struct import pack, unpack
 from typing import TYPE_CHECKING, Any
@@ -147,11 +148,11 @@ def _groups(
     names = list(dict.fromkeys(name for tensors in tensors_of.values() for name in tensors))
     grouping = Grouping(job, tensors_of, names if job.sliced else _split_kept(names, writing)[0])
     groups = grouping.groups()
-    faults = [
-        *grouping.faults,
-        *dict.fromkeys(fault for group in groups if not is_copied(job, group) and (fault := _dtype_fault(group))),
-    ]
-    wrong = [*grouping.wrong, *dict.fromkeys(fault for group in groups for fault in parameter_faults(job, group))]
+    dtype_faults = (_dtype_fault(group) for group in groups if not is_copied(job, group))
+    faults = [*grouping.faults, *dict.fromkeys(filter(None, dtype_faults))]
+
+    wrong_parameters = chain.from_iterable(parameter_faults(job, group) for group in groups)
+    wrong = [*grouping.wrong, *dict.fromkeys(wrong_parameters)]
     wrong += idle_filters(job, [group.name for group in groups] if job.sliced else names)
 
     if faults:
@@ -170,10 +171,10 @@ def _groups(
         gone = [group.rows[0][1].tensor for group in groups if group.name in set(removed_names)]
         return [group for group in groups if group.name in set(kept_names)], tuple(gone), grouping.layers
 
-    gone = [
-        next(tensors[name] for tensors in tensors_of.values() if name in tensors).tensor
-        for name in _split_kept(names, writing)[1]
-    ]
+    gone = []
+    for name in _split_kept(names, writing)[1]:
+        first = next(tensors for tensors in tensors_of.values() if name in tensors)
+        gone.append(first[name].tensor)
     return groups, tuple(gone), None
 
 
@@ -253,13 +254,14 @@ def _check_numbers(groups: Sequence[MergeGroup], models: Sequence[MergedModel]) 
     """Raise InconsistentCheckpoint E1449 for tensors of integers that differ: they have no mean. Reads them."""
     from ckpt_tool.run.scan import digests_of
 
-    trees = {model.path: [opened.tree for opened in model.chosen.sources] for model in models}
+    sources_of = {model.path: model.chosen.sources for model in models}
     wrong = []
     for group in groups:
         faults: dict[str, str] = {}
         for part, row in group.rows:
             catalog = Catalog("safetensors", {row.tensor.key: row.tensor})
-            digest = digests_of(catalog, trees[part.model][row.source])[row.tensor.key]
+            tree = sources_of[part.model][row.source].tree
+            digest = digests_of(catalog, tree)[row.tensor.key]
             faults.setdefault(digest, part.model)
         if len(faults) > 1:
             wrong.append(
@@ -287,10 +289,9 @@ def _describe_dropped(models: Sequence[MergedModel], gone: Sequence[str]) -> tup
     for (_, reason), of_models in alike.items():
         paths = [path for path, _ in of_models]
         first_entry = of_models[0][1]
-        combined = {
-            **first_entry,
-            **{name: sum(entry.get(name, 0) for _, entry in of_models) for name in ("tensors", "bytes")},
-        }
+        combined = dict(first_entry)
+        for figure in ("tensors", "bytes"):
+            combined[figure] = sum(entry.get(figure, 0) for _, entry in of_models)
         if "names" in first_entry:
             names = (name for _, entry in of_models for name in entry.get("names", ()))
             combined["names"] = list(dict.fromkeys(names))[:50]
@@ -314,8 +315,11 @@ def parameter_faults(job: MergeJob, group: MergeGroup) -> list[str]:
     """What is wrong with a group's parameters taken together, one line each."""
     faults = []
     weights = _drop_missing(group.own.get("weight", ()))
-    if group.shared.get("normalize") and not job.method.consensus and (total := _single_sum(weights)) in (0, inf):
-        problem = "0 in fp32" if total == 0 and sum(weights) != 0 else "0" if total == 0 else "more than fp32 has"
+    total = _single_sum(weights)
+    if group.shared.get("normalize") and not job.method.consensus and total in (0, inf):
+        problem = "more than fp32 has"
+        if total == 0:
+            problem = "0 in fp32" if sum(weights) != 0 else "0"
         faults.append(f"{group.name}: the weights sum to {problem}, so they can't be normalized")
     for density, epsilon in zip(
         _drop_missing(group.own.get("density", ())), _drop_missing(group.own.get("epsilon", ())), strict=False
@@ -357,13 +361,9 @@ def recipe_of(job: MergeJob, group: MergeGroup, inputs: Sequence[Input]) -> Reci
         case "slerp":
             return Slerp(key, shape, (*base_inputs, *other_inputs), text, float(group.shared["t"] or 0))
         case "nuslerp":
-            along = (
-                None
-                if group.shared["nuslerp_flatten"] or len(shape) < 2
-                else 0
-                if group.shared["nuslerp_row_wise"]
-                else -1
-            )
+            along = None  # the axis of the vectors that are turned; None: a tensor is one vector
+            if len(shape) > 1 and not group.shared["nuslerp_flatten"]:
+                along = 0 if group.shared["nuslerp_row_wise"] else -1
             return NuSlerp(
                 key,
                 shape,

@@ -319,9 +319,8 @@ def _settings(data: Any, place: str, method: Method | None, faults: _Faults) -> 
             continue
         kind = method.parameters[name].kind
         cases = value if isinstance(value, list) and any(isinstance(entry, dict) for entry in value) else [value]
-        settings[name] = tuple(
-            case for entry in cases if (case := _case(entry, f"{place}/{name}", kind, faults)) is not None
-        )
+        read_cases = (_case(entry, f"{place}/{name}", kind, faults) for entry in cases)
+        settings[name] = tuple(case for case in read_cases if case is not None)
     return settings
 
 

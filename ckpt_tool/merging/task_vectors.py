@@ -151,7 +151,11 @@ class TaskVectors(Tiled):
                 yield self._delta(read, model, base, low, high)
 
         cuts = iter(self.selection.cuts(deltas))
-        return [[next(cuts) for _ in trim.asks(k, self.numel)] if trim else [] for k, trim in enumerate(self.trims)]
+        cuts_of: list[list[MagnitudeCut]] = []
+        for k, trim in enumerate(self.trims):
+            questions = trim.asks(k, self.numel) if trim else ()
+            cuts_of.append([next(cuts) for _ in questions])
+        return cuts_of
 
     def _factors(self, read: Read, cuts: Sequence[Sequence[MagnitudeCut]]) -> list[np.float32 | None]:
         """What each trimmed vector is multiplied with, None for nothing."""
@@ -413,7 +417,7 @@ class Selection:
 
         def count(start: int, stop: int) -> Counts:
             rows = [self._equal(deltas, found, cut_numbers, low, high) for low, high in tiles(start, stop)]
-            return np.array([[np.count_nonzero(flags) for flags in row] for row in rows], np.int64)
+            return np.array([list(map(np.count_nonzero, row)) for row in rows], np.int64)
 
         of_tiles = self._ties.get(count, same)
         for slot, number in enumerate(cut_numbers):

@@ -164,23 +164,23 @@ class Section(NamedTuple):
 
 
 # in the order of the help
-SECTIONS = (
-    OPTIONS := Section("Options"),  # of one verb alone
-    TO := Section("Options", "to"),
-    LAYOUT := Section("Layout"),
-    TRAVEL := Section("What is written"),
-    KEYS := Section("Keys"),
-    READING := Section("Reading"),
-    RUN := Section("Writing"),
-    PLAN := Section("Writing", "plan"),
-    REPORTING := Section("Reporting"),
-)
+OPTIONS = Section("Options")  # of one verb alone
+TO = Section("Options", "to")
+LAYOUT = Section("Layout")
+TRAVEL = Section("What is written")
+KEYS = Section("Keys")
+READING = Section("Reading")
+RUN = Section("Writing")
+PLAN = Section("Writing", "plan")
+REPORTING = Section("Reporting")
+SECTIONS = (OPTIONS, TO, LAYOUT, TRAVEL, KEYS, READING, RUN, PLAN, REPORTING)
 
 
 def ordered_headings(headings: Iterable[str]) -> list[str]:
     """Headings in the order of the help: the sections, then what is for one system alone, by its name."""
     present = set(headings)
-    sections = [title for title in dict.fromkeys(section.title for section in SECTIONS) if title in present]
+    titles = dict.fromkeys(section.title for section in SECTIONS)
+    sections = [title for title in titles if title in present]
     return [*sections, *sorted(present.difference(sections))]
 
 
@@ -314,12 +314,12 @@ def values_of(given: Mapping[str, Any], *groups: type[G]) -> list[G]:
 
 def _value(group: type[G], values: Mapping[type, Mapping[str, Any]]) -> G:
     """A value of a group, with one of each group that it carries."""
-    carrying: dict[str, Any] = {
-        each.name: tuple(inner(**values[inner]) for inner in each.metadata["groups"]())
-        for each in fields(cast(Any, group))
-        if "groups" in each.metadata
-    }
-    return group(**values[group], **carrying)
+    carried: dict[str, Any] = {}
+    for group_field in fields(cast(Any, group)):
+        if "groups" in group_field.metadata:
+            inner_groups = group_field.metadata["groups"]()
+            carried[group_field.name] = tuple(inner(**values[inner]) for inner in inner_groups)
+    return group(**values[group], **carried)
 
 
 def value_of(given: Mapping[str, Any], group: type[G]) -> G:

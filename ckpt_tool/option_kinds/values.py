@@ -143,7 +143,11 @@ def size(value: int | str) -> int:
 
 def sizes(value: int | str | tuple[int, int]) -> tuple[int, int]:
     """One or two sizes: `256MiB`, `256MiB,4MiB`; the second is 0 where it is not given."""
-    parts = value.split(",") if isinstance(value, str) else list(value) if isinstance(value, tuple | list) else [value]
+    parts: list[int | str]
+    if isinstance(value, str):
+        parts = [*value.split(",")]
+    else:
+        parts = list(value) if isinstance(value, tuple | list) else [value]
     if not 1 <= len(parts) <= 2:
         raise BadValue(f"found {value!r}, want one or two sizes", hint="large blocks, then small ones: 256MiB,4MiB")
     return size(parts[0]), size(parts[1]) if len(parts) == 2 else 0
@@ -247,8 +251,15 @@ def share(value: str | tuple[int, int]) -> tuple[int, int] | Literal["auto"]:
     """A share `I/N`, counted from 1: `3/8` is the third of eight; `auto`: the one that the launcher has for us."""
     if value == AUTO:
         return AUTO
-    match = re.fullmatch(r"\s*([0-9]{1,9})\s*/\s*([0-9]{1,9})\s*", value) if isinstance(value, str) else None
-    first, of = (int(match[1]), int(match[2])) if match else tuple(value) if isinstance(value, tuple) else (0, 0)
+    first = 0
+    of = 0
+    if isinstance(value, tuple):
+        first, of = value
+    elif isinstance(value, str):
+        match = re.fullmatch(r"\s*([0-9]{1,9})\s*/\s*([0-9]{1,9})\s*", value)
+        if match:
+            first = int(match[1])
+            of = int(match[2])
     if not 1 <= first <= of:
         raise BadValue(
             f"found {value!r}, want I/N with I from 1 to N, or auto",
@@ -265,10 +276,10 @@ def dtypes(value: str | Iterable[str] | Mapping[str, str]) -> dict[str, str]:
     if isinstance(value, Mapping):
         pairs = [(str(state), text(name)) for state, name in value.items()]
     else:
-        pairs = [
-            (left.strip(), right.strip()) if equals else ("", left)
-            for left, equals, right in (word.partition("=") for word in words(value))
-        ]
+        pairs = []
+        for word in words(value):
+            state, equals, name = word.partition("=")
+            pairs.append((state.strip(), name.strip()) if equals else ("", word))
     found: dict[str, str] = {}
     for state, name in pairs:
         if _QUANTISED.fullmatch(name):

@@ -49,7 +49,8 @@ def _write_code_findings(found: Sequence[Document], everything: bool) -> Lines:
             for position, report in enumerate(finding["seen"])
         ]
     lines.append(Styled(more(len(found) - len(listed), "finding"), "dim"))
-    lines += [Styled(f"to do: {do}", "plain") for do in dict.fromkeys(finding["do"] for finding in listed) if do]
+    advice = dict.fromkeys(finding["do"] for finding in listed)
+    lines += [Styled(f"to do: {do}", "plain") for do in advice if do]
     return Lines(f"{found[0]['code']} {found[0]['severity']}", tuple(lines), drawn=True)
 
 

@@ -107,7 +107,8 @@ def nobody(path: str) -> None:
 
 def whose(catalog: Catalog, rank_of: RankOf) -> RankOf:
     """Whose a file of the checkpoint is: as its reader says, and else as its name does."""
-    coords = ranks.coords if (ranks := catalog.hints.get(FileRanks)) else {}
+    stated = catalog.hints.get(FileRanks)
+    coords = stated.coords if stated else {}
     return lambda path: coords.get(path) or rank_of(path)
 
 
@@ -155,17 +156,16 @@ def holdings(rows: Iterable[Given], mesh: Mapping[str, int], rank_of: RankOf) ->
     tensors = [book.entered(row) for row in rows]
     order = sorted(range(len(book.names)), key=lambda number: _place(book.coords[number], number))
     numbers = {old_number: new_number for new_number, old_number in enumerate(order)}
-    holders = tuple(
-        Holder(
-            book.names[old_number],
-            book.coords[old_number],
-            tuple(book.files[old_number]),
-            {state: (row[0], row[1]) for state, row in book.states[old_number].items()},
-        )
-        for old_number in order
-    )
-    cuts = tuple(CutShown(shape, tuple((numbers[holder], box) for holder, box in parts)) for shape, parts in book.cuts)
-    return Holdings(mesh, holders, cuts, tensors)
+    holders: list[Holder] = []
+    for old_number in order:
+        states = {state: (row[0], row[1]) for state, row in book.states[old_number].items()}
+        files = tuple(book.files[old_number])
+        holders.append(Holder(book.names[old_number], book.coords[old_number], files, states))
+
+    cuts: list[CutShown] = []
+    for shape, parts in book.cuts:
+        cuts.append(CutShown(shape, tuple((numbers[holder], box) for holder, box in parts)))
+    return Holdings(mesh, tuple(holders), tuple(cuts), tensors)
 
 
 def rank_name(coords: Coords) -> str:

@@ -166,7 +166,9 @@ def _label(label: str) -> str:
 
 
 def _verdict(verdict: Verdict) -> str:
-    style = "" if verdict.ok is None else " good" if verdict.ok else " bad"
+    style = ""
+    if verdict.ok is not None:
+        style = " good" if verdict.ok else " bad"
     return f'<p class="verdict{style}">{escape(show_text(verdict.text, 2000))}</p>'
 
 

@@ -116,15 +116,7 @@ def _missing(document: Document, *, everything: bool) -> Iterator[Block]:
             Column("tensors", right=True, drop=2),
             Column("bytes", right=True, drop=3),
         )
-        rows = tuple(
-            (
-                file["path"],
-                " ".join(f"{dim} {index}" for dim, index in file["rank"].items()),
-                "" if file["tensors"] is None else count(file["tensors"]),
-                "" if file["bytes"] is None else size(file["bytes"]),
-            )
-            for file in shown_files
-        )
+        rows = tuple(map(_missing_file_row, shown_files))
         yield PageTable("", columns, rows, more=more(len(files) - len(rows), "file"))
 
     shown_tensors = tensors if everything else tensors[:MISSING_SHOWN]
@@ -137,6 +129,15 @@ def _missing(document: Document, *, everything: bool) -> Iterator[Block]:
             ),
             more=more(len(tensors) - len(shown_tensors), "tensor"),
         )
+
+
+def _missing_file_row(file: Document) -> tuple[str, ...]:
+    return (
+        file["path"],
+        " ".join(f"{dim} {index}" for dim, index in file["rank"].items()),
+        "" if file["tensors"] is None else count(file["tensors"]),
+        "" if file["bytes"] is None else size(file["bytes"]),
+    )
 
 
 def _describe_quantised(found: Document) -> str:
@@ -272,9 +273,11 @@ def _cut(tensor: Document) -> str:
     boxes = len(set(offsets))
     if not chunks or not tensor["shape"]:
         return f"{len(chunks)} replicas" if len(chunks) > 1 else ""
-    grid = [len({offset[dim] for offset in offsets}) for dim in range(len(tensor["shape"]))]
+    grid = [len(set(starts)) for starts in zip(*offsets, strict=True)]
     text = "x".join(map(str, grid)) if prod(grid) == boxes else f"{boxes} boxes"
-    return f"{text}, {len(chunks)} chunks" if len(chunks) != boxes else text if boxes > 1 else "whole"
+    if len(chunks) != boxes:
+        return f"{text}, {len(chunks)} chunks"
+    return text if boxes > 1 else "whole"
 
 
 def _stats(tensors: Sequence[Document]) -> PageTable:
@@ -290,7 +293,9 @@ def _stats(tensors: Sequence[Document]) -> PageTable:
         cells: list[Cell] = []
         for key in STATS:
             value = stats.get(key)
-            text = "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+            text = "" if value is None else str(value)
+            if isinstance(value, float):
+                text = f"{value:.4g}"
             cells.append(Styled(text, "bad") if key in ("nan", "inf") and value else text)
         rows.append((tensor["name"], tensor["state"], tensor["dtype"], *cells))
     return PageTable("values", columns, tuple(rows))

@@ -47,7 +47,10 @@ def _rows(value: Any) -> bool:
 def _table(title: str, items: Sequence[Mapping[str, Any]]) -> PageTable:
     keys = list(dict.fromkeys(key for item in items for key in item))
     columns = tuple(Column(_label(key), right=_is_bytes(key)) for key in keys)
-    return PageTable(title, columns, tuple(tuple(_value(key, item.get(key)) for key in keys) for item in items))
+    rows: list[tuple[Cell, ...]] = []
+    for item in items:
+        rows.append(tuple(_value(key, item.get(key)) for key in keys))
+    return PageTable(title, columns, tuple(rows))
 
 
 def _label(key: str) -> str:

@@ -99,7 +99,7 @@ def terminal_code(state: str) -> str:
 
 def contrast(one: str, other: str) -> float:
     """The contrast of two colours, 1 to 21 (https://www.w3.org/TR/WCAG21/#dfn-contrast-ratio)."""
-    luminances = [_luminance([_linear(channel) for channel in _channels(colour)]) for colour in (one, other)]
+    luminances = [_luminance(list(map(_linear, _channels(colour)))) for colour in (one, other)]
     return (max(luminances) + 0.05) / (min(luminances) + 0.05)
 
 

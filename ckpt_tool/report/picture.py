@@ -22,7 +22,7 @@ from ckpt_tool.core.report_data import ReportData
 from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.report import palette
 from ckpt_tool.report.comparison import place_of
-from ckpt_tool.report.holdings import Checkpoint, CutShown, Holdings, Rewriting, Tensor, list_catalog_holdings
+from ckpt_tool.report.holdings import Checkpoint, CutShown, Holder, Holdings, Rewriting, Tensor, list_catalog_holdings
 from ckpt_tool.report.text import show_text
 
 Document = Mapping[str, Any]
@@ -154,22 +154,27 @@ def _columns(rows: Sequence[Tensor], sides: Sequence[PictureSide]) -> dict[str, 
 
 def _side(side: PictureSide) -> dict[str, Any]:
     holdings = side.holdings
+    holders = []
+    for number, holder in enumerate(holdings.holders):
+        colour = palette.rank_colour(number, len(holdings.holders))
+        holders.append(_describe_holder(holder, colour))
     return {
         "title": side.title,
         "ranks": holdings.of_ranks,
         "mesh": dict(holdings.mesh),
-        "holders": [
-            {
-                "name": show_text(holder.name),
-                "colour": palette.rank_colour(number, len(holdings.holders)),
-                "at": {show_text(dim): coordinate for dim, coordinate in holder.coords.items()},
-                "files": [show_text(file) for file in holder.files[:FILES_LISTED]],
-                "more": max(0, len(holder.files) - FILES_LISTED),
-                "states": {show_text(state): list(numbers) for state, numbers in holder.states.items()},
-            }
-            for number, holder in enumerate(holdings.holders)
-        ],
+        "holders": holders,
         "cuts": [_cut(cut) for cut in holdings.cuts],
+    }
+
+
+def _describe_holder(holder: Holder, colour: str) -> dict[str, Any]:
+    return {
+        "name": show_text(holder.name),
+        "colour": colour,
+        "at": {show_text(dim): coordinate for dim, coordinate in holder.coords.items()},
+        "files": [show_text(file) for file in holder.files[:FILES_LISTED]],
+        "more": max(0, len(holder.files) - FILES_LISTED),
+        "states": {show_text(state): list(numbers) for state, numbers in holder.states.items()},
     }
 
 
@@ -255,20 +260,22 @@ def _findings(document: Document, rows: Sequence[Tensor]) -> dict[str, Any]:
         return {}
 
     numbers = {str(TensorKey(row.name, row.state)): number for number, row in enumerate(rows)}
-    rows_listed = [
-        [
-            show_text(finding.get("code") or ""),
-            finding.get("severity", "error"),
-            show_text(finding.get("message") or "", 2000),
-            numbers.get(finding.get("tensor") or "", NONE),
-            show_text(finding.get("tensor") or ""),
-            show_text(place_of(finding)),
-            show_text(finding.get("do") or "", 2000),
-            show_text(finding.get("title") or ""),
-            [show_text(report["url"]) for report in finding.get("seen") or ()],
-        ]
-        for finding in findings
-    ]
+    rows_listed = []
+    for finding in findings:
+        urls = [show_text(report["url"]) for report in finding.get("seen") or ()]
+        rows_listed.append(
+            [
+                show_text(finding.get("code") or ""),
+                finding.get("severity", "error"),
+                show_text(finding.get("message") or "", 2000),
+                numbers.get(finding.get("tensor") or "", NONE),
+                show_text(finding.get("tensor") or ""),
+                show_text(place_of(finding)),
+                show_text(finding.get("do") or "", 2000),
+                show_text(finding.get("title") or ""),
+                urls,
+            ]
+        )
 
     rows_listed += [
         [

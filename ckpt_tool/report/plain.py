@@ -13,7 +13,20 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TextIO
 
 from ckpt_tool.report import palette
-from ckpt_tool.report.page import Block, Column, Facts, Lines, Page, PageTable, Ranks, Style, Verdict, style_of, text_of
+from ckpt_tool.report.page import (
+    Block,
+    Cell,
+    Column,
+    Facts,
+    Lines,
+    Page,
+    PageTable,
+    Ranks,
+    Style,
+    Verdict,
+    style_of,
+    text_of,
+)
 from ckpt_tool.report.text import cells, show_text
 
 _CODES: dict[Style, str] = {"strong": "1", "dim": "2", "good": "32", "warn": "33", "bad": "1;31", "name": "36"}
@@ -97,7 +110,9 @@ def _block(block: Block, look: Look) -> Iterator[str]:
     elif isinstance(block, Ranks) and look.terminal:
         yield from _ranks(block, look)
     elif isinstance(block, Verdict):  # curves and tiles are HTML's: what they show stands in tables too
-        style: Style = "plain" if block.ok is None else "good" if block.ok else "bad"
+        style: Style = "plain"
+        if block.ok is not None:
+            style = "good" if block.ok else "bad"
         for line in wrap_line(show_text(block.text, 2000), look, style):
             yield line
 
@@ -205,11 +220,9 @@ class _Grid(NamedTuple):
 
     def widths(self) -> list[int]:
         first_column = [cells(row[0]) + indent for row, indent in zip(self.texts, self.indents, strict=True)]
-        others = [
-            max([cells(column.title), *(cells(row[i]) for row in self.texts)])
-            for i, column in enumerate(self.columns)
-            if i
-        ]
+        others = []
+        for i, column in enumerate(self.columns[1:], 1):
+            others.append(max([cells(column.title), *(cells(row[i]) for row in self.texts)]))
         return [max([cells(self.columns[0].title), *first_column]), *others]
 
     def without(self, index: int) -> _Grid:
@@ -221,14 +234,18 @@ class _Grid(NamedTuple):
         )
 
 
+def _shown_text(cell: Cell) -> str:
+    return show_text(text_of(cell))
+
+
 def _table(table: PageTable, look: Look) -> Iterator[str]:
     yield from _title(table.title, look)
     base = 2 if table.title else 0
     indents = table.indents or (0,) * len(table.rows)
     grid = _Grid(
         table.columns,
-        [[show_text(text_of(cell)) for cell in row] for row in table.rows],
-        [[style_of(cell) for cell in row] for row in table.rows],
+        [list(map(_shown_text, row)) for row in table.rows],
+        [list(map(style_of, row)) for row in table.rows],
         [min(level, 12) * 2 for level in indents],
     )
     room = look_width(look) - base

@@ -42,7 +42,9 @@ def progress_of(
     """
     if mode == "auto":
         watched = is_terminal(stream) and os.environ.get("TERM", "") not in ("", "dumb")
-        mode = "tty" if watched else "none" if json_result else "plain"
+        mode = "none" if json_result else "plain"
+        if watched:
+            mode = "tty"
     if mode == "none" or stream is None:
         return Silent()
     if mode == "json":

@@ -60,7 +60,9 @@ def _place(dim: str) -> tuple[int, str]:
 
 def _grid(dims: Sequence[str], holders: Sequence[Holder]) -> Ranks:
     """dims: fastest first."""
-    degrees = {dim: len({holder.coords[dim] for holder in holders}) for dim in dims}
+    degrees: dict[str, int] = {}
+    for dim in dims:
+        degrees[dim] = len({holder.coords[dim] for holder in holders})
     across = next((dim for dim in dims if degrees[dim] > 1), dims[0])
     down = [dim for dim in reversed(dims) if dim != across and degrees[dim] > 1]
     columns = sorted({holder.coords[across] for holder in holders})
@@ -70,9 +72,10 @@ def _grid(dims: Sequence[str], holders: Sequence[Holder]) -> Ranks:
         position = tuple(holder.coords[dim] for dim in down)
         rows.setdefault(position, {})[holder.coords[across]] = (size(holder.nbytes), plural(tensors, "tensor"))
     names = {position: rank_name(dict(zip(down, position, strict=True))) for position in sorted(rows)}
-    all_rows = [
-        ((names[position],), tuple(rows[position].get(column) for column in columns)) for position in sorted(rows)
-    ]
+    all_rows = []
+    for position in sorted(rows):
+        cells = tuple(rows[position].get(column) for column in columns)
+        all_rows.append(((names[position],), cells))
     mesh_text = " x ".join(f"{dim} {degrees[dim]}" for dim in sorted(dims, key=_find_dim_order) if degrees[dim] > 1)
     title = f"what each rank holds ({mesh_text or rank_name(holders[0].coords)})"
     return Ranks(title, tuple(f"{across} {column}" for column in columns), tuple(_fold_rows(all_rows)))

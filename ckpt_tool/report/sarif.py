@@ -25,8 +25,11 @@ def is_ours(head: bytes) -> bool:
 
 def sarif(document: Document) -> bytes:
     findings = document["findings"]
-    codes = list(dict.fromkeys(finding["code"] for finding in findings))
-    rules = [_rule(next(finding for finding in findings if finding["code"] == code)) for code in codes]
+    first_of: dict[str, Any] = {}
+    for finding in findings:
+        first_of.setdefault(finding["code"], finding)
+    codes = list(first_of)
+    rules = list(map(_rule, first_of.values()))
     results = [_result(finding, codes.index(finding["code"]), str(document["path"])) for finding in findings]
     driver = {"name": "ckpt audit", "rules": rules}
     run = {"tool": {"driver": driver}, "results": results, "columnKind": "utf16CodeUnits"}
@@ -66,5 +69,9 @@ def _uri(path: str) -> str:
     ('out/a%20b.safetensors', 's3://bucket/a')
     """
     raw = os.fsencode(path)
-    head = "file://" if path.startswith("/") else "./" if ":" in path.split("/")[0] and "://" not in path else ""
+    head = ""
+    if path.startswith("/"):
+        head = "file://"
+    elif ":" in path.split("/")[0] and "://" not in path:  # else the first part would be read as a scheme
+        head = "./"
     return head + "".join(chr(byte) if byte in _PLAIN else f"%{byte:02X}" for byte in raw)

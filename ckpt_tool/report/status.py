@@ -32,8 +32,11 @@ def _row(part: Mapping[str, Any]) -> tuple[Cell, ...]:
     number = part["part"]
     speed = part["bytes_per_s"]
     seconds_left = part["seconds_left"]
+    whose = "a worker" if part.get("worker") else "the whole"
+    if number:
+        whose = f"{number[0]}/{number[1]}"
     return (
-        f"{number[0]}/{number[1]}" if number else "a worker" if part.get("worker") else "the whole",
+        whose,
         Styled(part["state"], _STYLES.get(part["state"], "plain")),
         size(part["bytes"]),
         size(part["of_bytes"]),

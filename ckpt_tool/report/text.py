@@ -62,9 +62,13 @@ def cells(text: str) -> int:
     """Terminal columns that `text` takes: wide (CJK) characters count two, combining marks none."""
     if text.isascii():
         return len(text)
-    return sum(
-        0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text
-    )
+    return sum(map(_char_cells, text))
+
+
+def _char_cells(char: str) -> int:
+    if unicodedata.combining(char):
+        return 0
+    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
 
 
 def size(nbytes: float) -> str:
@@ -76,9 +80,14 @@ def size(nbytes: float) -> str:
         value /= 1000
     if unit == "B":
         return f"{int(value)} B"
-    return (
-        f"{value:.0f} {unit}" if value >= 99.95 else f"{value:.1f} {unit}" if value >= 9.995 else f"{value:.2f} {unit}"
-    )
+    return f"{_three_digits(value)} {unit}"
+
+
+def _three_digits(value: float) -> str:
+    """A number from 1 to 999 to three digits: 123, 12.3, 1.23."""
+    if value >= 99.95:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
 
 
 def count(number: int) -> str:
@@ -97,8 +106,7 @@ def parameters(number: int) -> str:
         unit = bigger
     if not unit:
         return str(number)
-    digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
-    return f"{value:.{digits}f} {unit}"
+    return f"{_three_digits(value)} {unit}"
 
 
 def duration(seconds: float) -> str:
