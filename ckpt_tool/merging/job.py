@@ -288,23 +288,9 @@ def job_of(options: MergeOptions, sources: Sequence[str]) -> MergeJob:
         models.append(base)
 
     tasks = [model for model in models if method.base == "none" or model != base]
-    own_settings: dict[str, list[Setting]] = {}  # by parameter, one of each task
-    for name, values in (("weight", weights), ("density", options.density)):
-        if not values:
-            continue
-        if name in method.parameters:
-            own_settings[name] = _each(values, tasks, f"--{name}", faults)
-        else:
-            own_settings[name] = [setting(*values[:1])] * len(tasks)
+    parts = _settle_models(models, tasks, method, {"weight": weights, "density": options.density}, faults)
     faults += _idle(options, method)
 
-    parts: list[LayersOfModel] = []
-    for model in models:
-        settings_of_model: dict[str, Setting] = {}
-        if model in tasks:
-            task = tasks.index(model)
-            settings_of_model = {name: settings[task] for name, settings in own_settings.items() if settings}
-        parts.append(LayersOfModel(model, settings_of_model))
     shared = _read_shared_settings(options, method)
     if not weights and "weight" in method.parameters:
         shared["weight"] = setting(1.0)
@@ -314,7 +300,7 @@ def job_of(options: MergeOptions, sources: Sequence[str]) -> MergeJob:
     notes = _notes(options, method)
     job = MergeJob(
         method,
-        (LayerSlice(tuple(parts)),),
+        (LayerSlice(parts),),
         base,
         shared,
         seed=options.seed or 0,
@@ -344,6 +330,32 @@ def job_of(options: MergeOptions, sources: Sequence[str]) -> MergeJob:
         )
 
     return job
+
+
+def _settle_models(
+    models: Sequence[str],
+    tasks: Sequence[str],
+    method: Method,
+    given: Mapping[str, tuple[float, ...]],
+    faults: list[str],
+) -> tuple[LayersOfModel, ...]:
+    """The models with the settings of their own. tasks: the models but the base. given: parameter -> its values on the
+    command line, one of each task, or one for all."""
+    by_parameter: dict[str, list[Setting]] = {}
+    for name, values in given.items():
+        if values and name in method.parameters:
+            by_parameter[name] = _each(values, tasks, f"--{name}", faults)
+        elif values:
+            by_parameter[name] = [setting(*values[:1])] * len(tasks)
+
+    settled: list[LayersOfModel] = []
+    for model in models:
+        settings: dict[str, Setting] = {}
+        if model in tasks:
+            task = tasks.index(model)
+            settings = {name: of_tasks[task] for name, of_tasks in by_parameter.items() if of_tasks}
+        settled.append(LayersOfModel(model, settings))
+    return tuple(settled)
 
 
 def _read_shared_settings(options: MergeOptions, method: Method) -> dict[str, Setting]:

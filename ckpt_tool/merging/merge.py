@@ -145,14 +145,15 @@ def _groups(
 ) -> tuple[list[MergeGroup], tuple[LogicalTensor, ...], list[tuple[str, int]] | None]:
     """(what the output is made of, what the key patterns took, where the layers of a sliced output come from)."""
     tensors_of = {model.path: model.tensors for model in models}
-    names = list(dict.fromkeys(name for tensors in tensors_of.values() for name in tensors))
+    names = list(dict.fromkeys(chain.from_iterable(tensors_of.values())))
     grouping = Grouping(job, tensors_of, names if job.sliced else _split_kept(names, writing)[0])
     groups = grouping.groups()
-    dtype_faults = (_dtype_fault(group) for group in groups if not is_copied(job, group))
-    faults = [*grouping.faults, *dict.fromkeys(filter(None, dtype_faults))]
-
-    wrong_parameters = chain.from_iterable(parameter_faults(job, group) for group in groups)
-    wrong = [*grouping.wrong, *dict.fromkeys(wrong_parameters)]
+    mixed = filter(lambda group: not is_copied(job, group), groups)
+    faults = [*grouping.faults, *dict.fromkeys(filter(None, map(_dtype_fault, mixed)))]
+    wrong = [*grouping.wrong]
+    for group in groups:
+        wrong += parameter_faults(job, group)
+    wrong = list(dict.fromkeys(wrong))
     wrong += idle_filters(job, [group.name for group in groups] if job.sliced else names)
 
     if faults:

@@ -156,12 +156,7 @@ def holdings(rows: Iterable[Given], mesh: Mapping[str, int], rank_of: RankOf) ->
     tensors = [book.entered(row) for row in rows]
     order = sorted(range(len(book.names)), key=lambda number: _place(book.coords[number], number))
     numbers = {old_number: new_number for new_number, old_number in enumerate(order)}
-    holders: list[Holder] = []
-    for old_number in order:
-        states = {state: (row[0], row[1]) for state, row in book.states[old_number].items()}
-        files = tuple(book.files[old_number])
-        holders.append(Holder(book.names[old_number], book.coords[old_number], files, states))
-
+    holders = map(book.holder, order)
     cuts: list[CutShown] = []
     for shape, parts in book.cuts:
         cuts.append(CutShown(shape, tuple((numbers[holder], box) for holder, box in parts)))
@@ -192,6 +187,10 @@ class _Book:
         self._by_name: dict[tuple[bool, str], int] = {}
         self._numbers: dict[Hashable, int] = {}
         self._alike: dict[Hashable, int] = {}
+
+    def holder(self, number: int) -> Holder:
+        states = {state: (row[0], row[1]) for state, row in self.states[number].items()}
+        return Holder(self.names[number], self.coords[number], tuple(self.files[number]), states)
 
     def entered(self, row: Given) -> int:
         """The number of the tensor's cut; its parts are added to what their holders hold."""

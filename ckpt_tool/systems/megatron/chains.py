@@ -198,11 +198,9 @@ def dealt(
 ) -> list[Members]:
     """What of a chain's parameters one data rank was dealt. dense, experts: (its number, how many ranks there are)
     among those that share dense parameters, parallel experts."""
-    dealt_here: list[Members] = []
+    shares: list[Members] = [list(map(list[RankArray], [()] * len(members))) for members in every]
     places: list[tuple[list[RankArray], bool, RankArray]] = []  # where an array goes, is it an expert's, the array
-    for members, optimizer in zip(every, chain, strict=True):
-        group_shares: Members = [[] for _ in members]
-        dealt_here.append(group_shares)
+    for group_shares, members, optimizer in zip(shares, every, chain, strict=True):
         for share, arrays, group in zip(group_shares, members, groups_of(optimizer), strict=True):
             places += [(share, is_expert_group(group), array) for array in arrays]
 
@@ -215,4 +213,4 @@ def dealt(
         owner = turn if turn < ranks else 2 * ranks - 1 - turn
         if owner == rank:
             share.append(array)
-    return dealt_here
+    return shares

@@ -36,6 +36,7 @@ PLAIN = {
     "U64": "<Q",
 }
 PLAIN |= {"F16": "<e", "F32": "<f", "F64": "<d"}
+_COUNTED_STATES = frozenset(STATES[word] for word in COUNTED)
 _COUNTS = ("I32", "I64", "U32")
 METRICS = "metrics"
 CUSTOM = "custom_metadata"
@@ -149,22 +150,25 @@ def _count(
     stored: Sequence[_StoredLeaf], named: NamedLeaf, tensors: Mapping[TensorKey, _StoredLeaf], notes: list[Note]
 ) -> LogicalTensor | None:
     """The one count of the optimizer's steps, None where there is none, or several are beside moments."""
-    counted_states = {STATES[word] for word in COUNTED}
-    moments = [leaf.path for key, leaf in tensors.items() if key.state in counted_states]
-    beside = {path[:at] for path in moments for at, step in enumerate(path) if step in COUNTED}
-    found = [
-        each
-        for each, key in zip(stored, named.keys, strict=True)
-        if key is None and each.array.dtype.name in _COUNTS
-        for *above, last in [named.named_by(each.path)]
-        if last == COUNT and tuple(above) in beside
-    ]
-    if len(found) > 1:
-        names = ", ".join(".".join(map(str, each.path)) for each in found[:3])
-        notes.append(Note("N-counts", f"{len(found)} counts of steps, each of some parameters: {names}"))
-    if len(found) != 1:
+    parents_of_moments: set[Path] = set()
+    for key, leaf in tensors.items():
+        if key.state in _COUNTED_STATES:
+            parents_of_moments |= {leaf.path[:at] for at, step in enumerate(leaf.path) if step in COUNTED}
+
+    counts: list[_StoredLeaf] = []
+    for leaf, tensor_key in zip(stored, named.keys, strict=True):
+        if tensor_key is None and leaf.array.dtype.name in _COUNTS:
+            *parent, last = named.named_by(leaf.path)
+            if last == COUNT and tuple(parent) in parents_of_moments:
+                counts.append(leaf)
+
+    if len(counts) > 1:
+        names = ", ".join(".".join(map(str, leaf.path)) for leaf in counts[:3])
+        notes.append(Note("N-counts", f"{len(counts)} counts of steps, each of some parameters: {names}"))
+    if len(counts) != 1:
         return None
-    path, array = found[0]
+
+    path, array = counts[0]
     chunks = tuple(array.chunks())
     return LogicalTensor(TensorKey(".".join(map(str, path)), STEP), (), array.dtype, chunks, path) if chunks else None
 
