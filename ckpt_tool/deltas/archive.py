@@ -167,15 +167,17 @@ def _arrays(opened: Opened) -> dict[str, list[tuple[int, int, str]]]:
             if is_view(array.path) or array.strides is not None or not array.numel:
                 continue
             place = array.offset, array.dtype.nbytes(array.numel)
-            if place in (known := seen.setdefault(array.path, {})):
+            known = seen.setdefault(array.path, {})
+            if place in known:
                 continue
             name = f"{key.state}/{key.name}{list(chunk.box.offset)}"
             count[name] += 1
             known[place] = name if count[name] == 1 else f"{name}~{count[name]}"
-    return {
-        path: sorted(((at, size, name) for (at, size), name in found.items()), key=lambda row: (row[0], -row[1]))
-        for path, found in seen.items()
-    }
+    arrays: dict[str, list[tuple[int, int, str]]] = {}
+    for path, names in seen.items():
+        rows = [(offset, size, name) for (offset, size), name in names.items()]
+        arrays[path] = sorted(rows, key=lambda row: (row[0], -row[1]))
+    return arrays
 
 
 def _tensor(name: str, path: str, size: int, spans: list[tuple[int, int]]) -> LogicalTensor:
@@ -206,11 +208,8 @@ def laid_out(opened: Opened, entries: Mapping[str, ArchiveEntry], whole: frozens
     for name, entry in entries.items():
         for chunk in entry.tensor.chunks:
             ranges_of[chunk.array.path].append((chunk.array.offset, chunk.box.numel, chunk.box.offset[0], name))
-    files = {
-        path: (
-            opened.tree.size(path),
-            tuple(ArchivedRange(offset, nbytes, name, begin) for offset, nbytes, begin, name in sorted(rows)),
-        )
-        for path, rows in ranges_of.items()
-    }
+    files: dict[str, tuple[int, tuple[ArchivedRange, ...]]] = {}
+    for path, rows in ranges_of.items():
+        ranges = tuple(ArchivedRange(offset, nbytes, name, begin) for offset, nbytes, begin, name in sorted(rows))
+        files[path] = (opened.tree.size(path), ranges)
     return Archive(opened.catalog.format, files, whole)

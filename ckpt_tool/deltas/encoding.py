@@ -108,7 +108,8 @@ class Spool:
     def scratch(self) -> tuple[IO[bytes], IO[bytes]]:
         """Two files, empty: what the encoder of one tensor gathers."""
         if self._positions is None or self._values is None:
-            self._positions, self._values = _nameless(self.folder), _nameless(self.folder)
+            self._positions = _nameless(self.folder)
+            self._values = _nameless(self.folder)
         with naming(self.folder, "emptying a temporary file"):
             for file in (self._positions, self._values):
                 file.seek(0)

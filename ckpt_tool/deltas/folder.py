@@ -62,10 +62,9 @@ class Archive(NamedTuple):
     whole: frozenset[str]  # entries that are kept whole: changes to as many zeros
 
     def to_json(self) -> dict[str, Any]:
-        files = {
-            path: [size, [[piece.nbytes, piece.name] for piece in pieces]]
-            for path, (size, pieces) in self.files.items()
-        }
+        files: dict[str, list[Any]] = {}
+        for path, (size, pieces) in self.files.items():
+            files[path] = [size, [[piece.nbytes, piece.name] for piece in pieces]]
         return {"format": self.format, "files": files, "whole": sorted(self.whole)}
 
 
@@ -182,10 +181,9 @@ def _frames(
 def _archive(tree: Tree, value: Any, digests: Mapping[str, str]) -> Archive:
     """The part of the index that says how a step's files are put together: a stranger's data, held against itself."""
     try:
-        files = {
-            path: (int(size), tuple((int(nbytes), str(name)) for nbytes, name in pieces))
-            for path, (size, pieces) in value["files"].items()
-        }
+        files: dict[str, tuple[int, list[tuple[int, str]]]] = {}
+        for path, (size, pieces) in value["files"].items():
+            files[path] = (int(size), [(int(nbytes), str(name)) for nbytes, name in pieces])
         kind = str(value["format"])
         whole_files = frozenset(map(str, value["whole"]))
     except (KeyError, TypeError, ValueError, AttributeError) as e:

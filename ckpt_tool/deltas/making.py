@@ -264,7 +264,8 @@ def _pair_models(
     faults += [f"{name}: in {path} alone" for name in stored_rows if name not in old_model]
     hint = "a delta adds and removes no tensors: --tied-head, --dtype, --vocab-size of ckpt convert make two alike"
     for name, row in stored_rows.items():
-        if name in old_model and (unlike := _unlike(old_model[name].tensor, row.tensor)):
+        unlike = _unlike(old_model[name].tensor, row.tensor) if name in old_model else None
+        if unlike:
             faults.append(f"{name}: {unlike}")
 
     if faults:
@@ -327,7 +328,8 @@ class Frames:
         beside = None if old is None else CheckedRecords(old.files, old.records)
 
         def visit(move: Move) -> Visit:
-            name, twin = names[id(move)], twins.get(id(move))
+            name = names[id(move)]
+            twin = twins.get(id(move))
             encoding = self._wanted.encoding
             checksum = self._wanted.checksum
             encoder = Encoder(encoding, checksum, move.nbytes, self._spool(), name, always=old is None)
@@ -403,14 +405,19 @@ def _write(
     replaced: ReplacedOutput,
 ) -> dict[str, int]:
     """Write and commit. Returns file -> bytes."""
-    sizes = {
-        pair.name: delta_tensor.frame[1]
-        for pair in pairs
-        if (delta_tensor := frames.made[pair.name][0]).frame is not None
-    }
-    digests = {pair.name: frames.made[pair.name][0].digest for pair in pairs}
+    sizes: dict[str, int] = {}
+    digests: dict[str, str] = {}
+    for pair in pairs:
+        delta_tensor = frames.made[pair.name][0]
+        digests[pair.name] = delta_tensor.digest
+        if delta_tensor.frame is not None:
+            sizes[pair.name] = delta_tensor.frame[1]
+
     names = list(sizes)
-    bins = [[names[row] for row in rows] for rows in pack(list(sizes.values()), wanted.max_shard_size) if rows]
+    bins: list[list[str]] = []
+    for rows in pack(list(sizes.values()), wanted.max_shard_size):
+        if rows:
+            bins.append([names[row] for row in rows])
     files = file_names(len(bins))
     weight_map = {name: file for file, bin_names in zip(files, bins, strict=True) for name in bin_names}
     unchanged = {name: text for name, text in digests.items() if name not in sizes}

@@ -246,18 +246,11 @@ def _entries(opened: Opened, chain: Sequence[Delta], archive: Archive) -> list[P
 
 def _plan(tree: ComputedTree, files: Any, kind: str, destination: str, writing: Writing) -> Plan:
     rows = {tensor.key.name: row for row, tensor in enumerate(tree.tensors)}
-    target = Target(
-        kind,
-        tuple(
-            TargetFile(
-                path,
-                size,
-                (),
-                tuple(TargetArray(rows[p.name], Box((p.begin,), (p.nbytes,)), p.offset) for p in pieces),
-            )
-            for path, (size, pieces) in files.items()
-        ),
-    )
+    target_files: list[TargetFile] = []
+    for path, (size, pieces) in files.items():
+        arrays_of_file = tuple(TargetArray(rows[p.name], Box((p.begin,), (p.nbytes,)), p.offset) for p in pieces)
+        target_files.append(TargetFile(path, size, (), arrays_of_file))
+    target = Target(kind, tuple(target_files))
     wanted = Wanted(tuple(WantedTensor(tensor.key, tensor.shape, tensor.dtype) for tensor in tree.tensors))
     numbers: dict[str, int] = {}
     moves, records, arrays = build_moves(

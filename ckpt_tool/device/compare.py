@@ -59,9 +59,11 @@ def _bits(
     pairs: Pairs, left: Tree, right: Tree, device: Device, threads: int, memory: int, advance: Advance | None
 ) -> list[Worst]:
     """The differences in bits of pairs of one type and shape each."""
-    mine, theirs = readable([a for a, _ in pairs], left), readable([b for _, b in pairs], right)
+    mine = readable([a for a, _ in pairs], left)
+    theirs = readable([b for _, b in pairs], right)
     twins = {id(a): b for a, b in zip(mine.moves, theirs.moves, strict=True)}
-    found, beside = {id(move): Worst(move.shape) for move in mine.moves}, CheckedRecords(theirs.files, theirs.records)
+    found = {id(move): Worst(move.shape) for move in mine.moves}
+    beside = CheckedRecords(theirs.files, theirs.records)
     with Stations(device, threads=threads, memory=memory, work=sum(move.nbytes for move in mine.moves)) as stations:
 
         def read(reader: BlockReader, queue: Queue) -> None:

@@ -110,7 +110,9 @@ def pack_pairs(boxes: Sequence[Strided], dtypes: Sequence[DType], *, one_side: b
     if not one_side:
         sides += [packed["dst"], *packed["dstr"].T.view(np.uint64)]
     aligned = np.bitwise_or.reduce(sides) % np.uint64(16) == 0
-    packed["vlog"], packed["op"], packed["flags"] = np.where(aligned, UNITS, 0), kinds, ONE_SIDE if one_side else 0
+    packed["vlog"] = np.where(aligned, UNITS, 0)
+    packed["op"] = kinds
+    packed["flags"] = ONE_SIDE if one_side else 0
     packed["aux"] = np.arange(len(boxes))
     rows = packed["rows"].astype(np.uint64)
     tile = np.uint64(TILE)

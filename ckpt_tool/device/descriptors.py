@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
+from itertools import chain
 from math import gcd, prod
 from typing import NamedTuple, cast
 
@@ -154,8 +155,10 @@ def split_levels(source: int, target: int, dims: Dims, run: int) -> Iterator[Str
             remaining: Dims = [(count, by_source, by_target), *dims[1:]] if count > 1 else dims[1:]
             yield from split_levels(source + begin * by_source, target + begin * by_target, remaining, run)
     else:
-        columns = [tuple(dim[k] for dim in dims) for k in range(3)]
-        yield Strided(source, target, columns[0], columns[1], columns[2], run)
+        extents = tuple(dim[0] for dim in dims)
+        source_strides = tuple(dim[1] for dim in dims)
+        target_strides = tuple(dim[2] for dim in dims)
+        yield Strided(source, target, extents, source_strides, target_strides, run)
 
 
 def width_log(*numbers: int) -> int:
@@ -189,7 +192,8 @@ def fill_list(listed: Sequence[Strided]) -> npt.NDArray[np.void]:
         rows = [tuple(cast(tuple[int, ...], box[column])) for box in listed]
         packed[name] = np.array([(missing,) * (LEVELS - len(row)) + row for row in rows], packed.dtype[name].base)
     packed["rows"] = np.prod(packed["ext"], axis=1, dtype=np.uint64)
-    packed["div1"], packed["div2"] = magics(packed["ext"][:, 1]), magics(packed["ext"][:, 2])
+    packed["div1"] = magics(packed["ext"][:, 1])
+    packed["div2"] = magics(packed["ext"][:, 2])
     return packed
 
 
@@ -269,7 +273,8 @@ class Turned(NamedTuple):
 
 def make_transposes(source: int, target: int, dims: Dims, run: int) -> Iterator[Turned]:
     """The transposes that a copy of these dims (`descriptors.merged`) comes to; none where it is not one."""
-    if run not in EDGES or any(n % run for n in (source, target, *(stride for dim in dims for stride in dim[1:]))):
+    strides = chain.from_iterable(dim[1:] for dim in dims)
+    if run not in EDGES or any(nbytes % run for nbytes in (source, target, *strides)):
         return
     row = next((k for k, dim in enumerate(dims) if dim[2] == run != dim[1]), None)
     column = next((k for k, dim in enumerate(dims) if dim[1] == run != dim[2]), None)
@@ -313,19 +318,27 @@ def pack_turned(boxes: Iterable[Turned]) -> PackedDescriptors:
         log = width_log(box.item)
         edge = EDGES[box.item]
         # a side is moved 16 bytes at a time where its rows are all alike: the grid of tiles then begins on 16 bytes
-        wide_source, wide_target = (not any(n % 16 for n in side) for side in (box.source_strides, box.target_strides))
+        wide_source = not any(stride % 16 for stride in box.source_strides)
+        wide_target = not any(stride % 16 for stride in box.target_strides)
         column_skew = box.source % 16 // box.item if wide_source else 0
         row_skew = box.target % 16 // box.item if wide_target else 0
         down = ceil_div(rows + row_skew, edge)
         across = ceil_div(columns + column_skew, edge)
-        to["src"], to["dst"], to["run"], to["op"] = box.source, box.target, box.item, log
-        to["sstr"], to["dstr"] = (
-            (*box.source_strides, box.item),
-            (box.target_strides[0], box.item, box.target_strides[1]),
-        )
-        to["ext"], to["rows"], to["rows_per_tile"], to["tiles_per_row"] = box.extents, batch, down, across
-        to["div1"], to["div2"], to["aux"] = magic(down), magic(across), column_skew | row_skew << 16
-        to["vlog"], to["flags"] = 4 if wide_source else log, 4 if wide_target else log
+        to["src"] = box.source
+        to["dst"] = box.target
+        to["run"] = box.item
+        to["op"] = log
+        to["sstr"] = (*box.source_strides, box.item)
+        to["dstr"] = (box.target_strides[0], box.item, box.target_strides[1])
+        to["ext"] = box.extents
+        to["rows"] = batch
+        to["rows_per_tile"] = down
+        to["tiles_per_row"] = across
+        to["div1"] = magic(down)
+        to["div2"] = magic(across)
+        to["aux"] = column_skew | row_skew << 16
+        to["vlog"] = 4 if wide_source else log
+        to["flags"] = 4 if wide_target else log
         tiles.append(batch * down * across)
 
     nbytes = sum(prod(box.extents) * box.item for box in boxes_listed)
@@ -521,5 +534,6 @@ def launches(
 
 def as_strided(box: Turned) -> Strided:
     """The same bytes item by item: what box_copy would do."""
-    (s0, s1), (t0, t2) = box.source_strides, box.target_strides
+    s0, s1 = box.source_strides
+    t0, t2 = box.target_strides
     return Strided(box.source, box.target, box.extents, (s0, s1, box.item), (t0, box.item, t2), box.item)

@@ -86,7 +86,8 @@ def pack_lines(lines: Sequence[DigestLine], out: int) -> PackedDescriptors:
     columns = np.array(spans, np.uint64)
     counts = (columns[:, 1] + np.uint64(LEAF - 1)) // np.uint64(LEAF)
     ends = np.cumsum(counts)
-    packed["src"], packed["run"] = columns[:, 0], columns[:, 1]
+    packed["src"] = columns[:, 0]
+    packed["run"] = columns[:, 1]
     packed["tile0"] = ends - counts
     packed["dst"] = np.uint64(out) + (ends - counts) * np.uint64(HASH)
     packed["ext"], packed["rows"], packed["rows_per_tile"] = 1, 1, 1
@@ -109,7 +110,8 @@ def digests(device: Device, tensors: Sequence[PlacedTensor], *, window: int = WI
     Raises InternalError E1577 where the regions of a tensor do not tile it.
     """
     leaves = [bytearray() for _ in tensors]
-    plain = [(number, line) for number, tensor in enumerate(tensors) if (line := _plain(tensor)) is not None]
+    lines_of = enumerate(map(_plain, tensors))
+    plain = [(number, line) for number, line in lines_of if line is not None]
     _hash(device, plain, leaves, stream)
     waiting = {number for number, _ in plain}
     remaining = [(number, tensor) for number, tensor in enumerate(tensors) if number not in waiting and tensor.nbytes]

@@ -189,7 +189,8 @@ def drifts_there(
 ) -> list[Drift]:
     """What `run.rounding.drifts` gives, in the order of the catalog."""
     pairs = pairs_of(catalog, skip)
-    models, masters = readable([a for a, _ in pairs], tree), readable([b for _, b in pairs], tree)
+    models = readable([a for a, _ in pairs], tree)
+    masters = readable([b for _, b in pairs], tree)
     twins = {move.key: model for move, model in zip(masters.moves, models.moves, strict=True)}
     casts = tuple(
         move._replace(dtype_out=model.dtype, item_out=model.item)

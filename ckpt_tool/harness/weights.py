@@ -129,10 +129,8 @@ class RankWeights:
             if not items:
                 continue
             line = torch.cat([part.view(torch.uint8) for part in padded])
-            lines = [
-                torch.split(part, [own_size.nbytes for own_size in padded])
-                for part in self._comm.all_gather(group, line)
-            ]
+            sizes = [part.nbytes for part in padded]
+            lines = [torch.split(part, sizes) for part in self._comm.all_gather(group, line)]
             for number, item in enumerate(items):
                 raw = torch.cat([line[number] for line in lines])
                 full = raw.view(_DTYPES[item.param.dtype])[: item.numel]
@@ -167,7 +165,9 @@ class RankWeights:
         self, group: Group, items: Sequence[RankParameter], shares: Sequence[Mapping[str, tuple[int, int]]]
     ) -> None:
         own_line = torch.cat([self.slices[item.param.name].master for item in items])
-        sizes = [sum(stop - start for start, stop in share.values()) for share in shares]
+        sizes: list[int] = []
+        for share in shares:
+            sizes.append(sum(stop - start for start, stop in share.values()))
         lines = self._comm.all_gather(group, _pad(own_line, max(sizes)))
         places = [0] * len(group)
         for item in items:

@@ -283,5 +283,10 @@ def _compare_merges(name: str, one: Any, two: Any) -> str | None:
         data["model"].get("merges") if isinstance(data, Mapping) and isinstance(data.get("model"), Mapping) else None
         for data in (one, two)
     ]
-    plain = [[merge if isinstance(merge, str) else " ".join(map(str, merge)) for merge in m or ()] for m in merges]
-    return f"{name}: the merges of tokens differ" if plain[0] != plain[1] else None
+    first, second = (list(map(_spell_merge, of_model or ())) for of_model in merges)
+    return f"{name}: the merges of tokens differ" if first != second else None
+
+
+def _spell_merge(merge: Any) -> str:
+    """Older files spell a merge `a b`, newer ones ["a", "b"]."""
+    return merge if isinstance(merge, str) else " ".join(map(str, merge))

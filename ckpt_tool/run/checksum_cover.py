@@ -70,7 +70,10 @@ def look(
         except CkptError as e:
             faults.append(e)
         found[number] = faults, max(0, tree.size(path) - sum(record.nbytes for record in records))
-        known.update({at: record.member for record in records if (at := (path, record.offset)) in named})
+        for record in records:
+            place = (path, record.offset)
+            if place in named:
+                known[place] = record.member
 
     each_of(len(files), one)
     every = [found[number] for number in range(len(files))]

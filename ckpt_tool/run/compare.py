@@ -152,10 +152,8 @@ def compare(
     given."""
     mine = readable([pair[0] for pair in pairs], left)
     theirs = readable([pair[1] for pair in pairs], right)
-    other, beside = (
-        {id(a): b for a, b in zip(mine.moves, theirs.moves, strict=True)},
-        CheckedRecords(theirs.files, theirs.records),
-    )
+    other = {id(a): b for a, b in zip(mine.moves, theirs.moves, strict=True)}
+    beside = CheckedRecords(theirs.files, theirs.records)
     found: dict[int, Worst] = {}
 
     def visit(move: Move) -> Visit:

@@ -292,12 +292,14 @@ class ComputedTree(Tree):
 
     def bytes_of_inputs(self, path: str) -> int:
         """Bytes that lie in files, of which the tensor at `path` is made."""
-        return sum(
-            sum(each.tree.bytes_of_inputs(file) for file in {chunk.array.path for chunk in each.tensor.chunks})
-            if isinstance(each.tree, ComputedTree)
-            else each.tensor.nbytes
-            for each in self._recipes[path].inputs
-        )
+        nbytes = 0
+        for each in self._recipes[path].inputs:
+            if isinstance(each.tree, ComputedTree):
+                files = {chunk.array.path for chunk in each.tensor.chunks}
+                nbytes += sum(map(each.tree.bytes_of_inputs, files))
+            else:
+                nbytes += each.tensor.nbytes
+        return nbytes
 
     @property
     def memory(self) -> int:

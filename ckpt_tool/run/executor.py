@@ -180,11 +180,10 @@ class Executor:
         for record in plan.records:
             self._record_starts.setdefault(record.file, set()).add(record.offset)
 
-        self._patch_starts = {
-            number: frozenset(array.offset for array in arrays)
-            for number, (file, arrays) in enumerate(zip(plan.outputs, plan.arrays, strict=True))
-            if any(patch.kind == "crc32" for patch in file.patches)
-        }
+        self._patch_starts: dict[int, frozenset[int]] = {}
+        for number, (file, arrays) in enumerate(zip(plan.outputs, plan.arrays, strict=True)):
+            if any(patch.kind == "crc32" for patch in file.patches):
+                self._patch_starts[number] = frozenset(array.offset for array in arrays)
 
     # -- the run --------------------------------------------------------------------------------------------------
 
@@ -306,7 +305,8 @@ class Executor:
 
         from ckpt_tool.run.shares import of_part
 
-        return [(number, self.units[number]) for number in of_part([unit.nbytes for unit in self.units], self.part)]
+        numbers = of_part([unit.nbytes for unit in self.units], self.part)
+        return [(number, self.units[number]) for number in numbers]
 
     def _prepare(self, staging: Staging, *, heads: bool = True) -> None:
         """Make and preallocate every file, and write the bytes that are known already. Safe to repeat, but for heads

@@ -160,7 +160,8 @@ class LazyTensor:
         Raises CorruptFile (E0351) for a damaged record that was read whole on the way. A record of which a part was
         wanted is not checked, for that would read the rest, nor one that lies transposed.
         """
-        chunks = [part for chunk in self._tensor.chunks if (part := part_within(chunk, self._box)) is not None]
+        parts = (part_within(chunk, self._box) for chunk in self._tensor.chunks)
+        chunks = [part for part in parts if part is not None]
         source = readable([self._tensor._replace(shape=self._box.shape, chunks=tuple(chunks))], self._tree)
         block: Bytes = np.empty(self._tensor.dtype.nbytes(prod(self._box.shape)), np.uint8)
         checked = CheckedRecords(source.files, source.records)

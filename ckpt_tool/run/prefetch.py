@@ -56,9 +56,11 @@ class Prefetch(Iterator[T], Generic[T]):
     def passed(self, nbytes: int) -> None:
         """So many bytes more of the present item have been read."""
         self._left -= nbytes
-        if self._early and self._next is None and self._left <= SOON and (item := self._take()) is not None:
-            self._next = item
-            self._expect(item, True)
+        if self._early and self._next is None and self._left <= SOON:
+            item = self._take()
+            if item is not None:
+                self._next = item
+                self._expect(item, True)
 
     def again(self) -> None:
         """What was left of the present item will not be read."""

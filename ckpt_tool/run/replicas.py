@@ -110,9 +110,13 @@ def among(sides: Iterable[tuple[Iterable[LogicalTensor], Tree]]) -> list[Apart]:
 
     found: list[Apart] = []
     for tensors, tree in sides:
-        source = readable((tensor for tensor in tensors if any(chunk.replica for chunk in tensor.chunks)), tree)
+        source = readable(filter(_has_replicas, tensors), tree)
         found += differing(source.moves, source.files)
     return found
+
+
+def _has_replicas(tensor: LogicalTensor) -> bool:
+    return any(chunk.replica for chunk in tensor.chunks)
 
 
 def differing(moves: Sequence[Move], sources: Sources, *, threads: int | None = None) -> list[Apart]:

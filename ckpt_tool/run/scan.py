@@ -154,7 +154,8 @@ def share_out(
     the caller's.
     """
     order = sorted(range(len(source.moves)), key=lambda i: _first_byte(source.moves[i]))
-    queue, checked = Queue(order), CheckedRecords(source.files, source.records)
+    queue = Queue(order)
+    checked = CheckedRecords(source.files, source.records)
 
     def work() -> None:
         reader = checked.reader(32)

@@ -86,9 +86,14 @@ class ShareUpload(Upload):
             with ThreadPoolExecutor(AT_ONCE) as pool:
                 list(pool.map(self._see_sent, (self.objects[file] for file in files)))
 
+    def _known_upload(self, item: StoredObject) -> str:
+        """The upload of the object that a worker has begun, "" where none has."""
+        known = self._records_here.get(_upload_key(item))
+        return "" if known is None else known.decode()
+
     def _see_sent(self, item: StoredObject) -> None:
-        if not item.upload and (known := self._records_here.get(_upload_key(item))) is not None:
-            item.upload = known.decode()
+        if not item.upload:
+            item.upload = self._known_upload(item)
         if item.upload:
             item.before = self._bucket.parts(self._key(item), item.upload)
 
@@ -218,7 +223,8 @@ class ShareUpload(Upload):
                 item.known.update(dict.fromkeys(item.spans[span], item.crc(span)))
 
     def _send_held(self, item: StoredObject, number: int, digest: str) -> None:
-        data, (start, stop) = self._records_here.get(_held_key(item.number, number)), item.bounds(number)
+        data = self._records_here.get(_held_key(item.number, number))
+        start, stop = item.bounds(number)
         if data is None or len(data) != stop - start or md5(data).hex() != digest:
             raise StorageError(
                 f"part {number} of {item.path}, which was put aside, is not there as it was",
@@ -283,8 +289,9 @@ class ShareUpload(Upload):
         if BEGUN in left:  # of another run
             return
         for item in self.objects:
-            if _upload_key(item) in left and (known := self._records_here.get(_upload_key(item))) is not None:
-                self._bucket.abort(self._key(item), known.decode())
+            upload = self._known_upload(item) if _upload_key(item) in left else ""
+            if upload:
+                self._bucket.abort(self._key(item), upload)
         for key in left:
             self._records_here.remove(key)
 

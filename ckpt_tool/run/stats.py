@@ -58,7 +58,8 @@ class Statistics:
             mine.zeros += int(np.count_nonzero(values == 0))
             if finite.size:
                 mine.count += finite.size
-                mine.low, mine.high = min(mine.low, float(finite.min())), max(mine.high, float(finite.max()))
+                mine.low = min(mine.low, float(finite.min()))
+                mine.high = max(mine.high, float(finite.max()))
                 mine.total += float(finite.sum())
                 mine.squares += float(np.square(finite).sum())
 
@@ -72,7 +73,8 @@ class Statistics:
 def statistics(catalog: Catalog, tree: Tree, keys: Sequence[TensorKey]) -> dict[TensorKey, dict[str, Any]]:
     """The statistics of these tensors: one read of their values."""
     seen = Statistics()
-    walk(readable([tensor for key in keys if (tensor := catalog.tensors[key]).dtype.bits >= 8], tree), seen.visit)
+    tensors = (catalog.tensors[key] for key in keys)
+    walk(readable([tensor for tensor in tensors if tensor.dtype.bits >= 8], tree), seen.visit)
     return seen.found()
 
 
@@ -112,7 +114,8 @@ class NonFinite:
 def count_nonfinite(catalog: Catalog, tree: Tree, keys: Sequence[TensorKey]) -> dict[str, int]:
     """The counts of these tensors: one read of their values, as far as they can be read."""
     seen = NonFinite()
-    chosen = [tensor for key in keys if may_be_bad((tensor := catalog.tensors[key]).dtype)]
+    tensors = (catalog.tensors[key] for key in keys)
+    chosen = [tensor for tensor in tensors if may_be_bad(tensor.dtype)]
     walk(readable(chosen, tree), seen.visit, on_fault=lambda fault: None)
     return seen.counts
 

@@ -191,7 +191,8 @@ class StoreExecutor(Executor):
         """Fill the parts of a share. Returns what the one that commits has to know of it."""
         works = list(upload.shares.work(taken.number))
         state = RunState([(number, work.unit) for number, work in enumerate(works)])
-        leaves, lost = list[Any](), Counter[str]()
+        leaves: list[Any] = []
+        lost = Counter[str]()
 
         def record(line: dict[str, Any]) -> None:
             with state.lock:

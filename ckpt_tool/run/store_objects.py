@@ -89,10 +89,9 @@ class StoredObject(FileParts):
 
 def objects_of(plan: Plan) -> list[StoredObject]:
     """The objects of a plan's output, each with what moves write of its parts."""
-    objects = [
-        StoredObject(number, file, [(extent.offset, extent.nbytes) for extent in arrays])
-        for number, (file, arrays) in enumerate(zip(plan.outputs, plan.arrays, strict=True))
-    ]
+    objects: list[StoredObject] = []
+    for number, (file, arrays) in enumerate(zip(plan.outputs, plan.arrays, strict=True)):
+        objects.append(StoredObject(number, file, [(extent.offset, extent.nbytes) for extent in arrays]))
     for move in plan.moves:
         for region in move.outputs:
             objects[region.file].count(region, move.item_out)

@@ -580,11 +580,11 @@ def last_of(plan: Plan) -> int:
     without values; where there is none, the first of those with values.
     """
     valued = [number for number, arrays in enumerate(plan.arrays) if len(arrays)]
-    plain = [
-        number
-        for number, file in enumerate(plan.outputs)
-        if file.copy_of is None and number not in valued and not any(patch.kind == "sha256" for patch in file.patches)
-    ]
+    plain: list[int] = []
+    for number, file in enumerate(plan.outputs):
+        is_stamped = any(patch.kind == "sha256" for patch in file.patches)
+        if file.copy_of is None and number not in valued and not is_stamped:
+            plain.append(number)
     if plain and len(valued) != 1:
         return max(plain, key=lambda number: (plan.outputs[number].size, -number))
     return valued[0] if valued else 0

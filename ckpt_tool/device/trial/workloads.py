@@ -101,7 +101,8 @@ def _counting(
 ) -> Prepared:
     """A work of a kernel that counts. lists: by slot; kinds, tables: as `kernels` gives them to it. beside: what the
     boxes point to."""
-    counted, stored = device.upload(counts), [device.upload(buffer) for buffer in tables]
+    counted = device.upload(counts)
+    stored = [device.upload(buffer) for buffer in tables]
     packed = [device.upload(buffer.packed) for buffer in lists]
 
     def call(slot: int) -> None:

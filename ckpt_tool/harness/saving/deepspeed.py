@@ -178,9 +178,11 @@ def _optimizer3(whole: WholeState, groups: Sequence[Sequence[str]], rank: int) -
         return torch.cat(parts)
 
     step = torch.tensor(float(whole.scalars["step"]))
-    state = {
-        number: {"step": step, **{name: shares(name, names) for name in _STATES}} for number, names in enumerate(groups)
-    }
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    for number, names in enumerate(groups):
+        state[number] = {"step": step}
+        for moment in _STATES:
+            state[number][moment] = shares(moment, names)
     return {
         "zero_stage": ZeroStageEnum(3),
         "loss_scaler": LossScaler(),
@@ -200,7 +202,9 @@ def _param_groups(whole: WholeState, count: int) -> list[dict[str, Any]]:
 
 def _module(whole: WholeState, groups: Sequence[Sequence[str]], stage: int) -> dict[str, Any]:
     """The module file: DeepSpeed's members, then the client's."""
-    shapes = [OrderedDict((name, whole.tensors["master", name].shape) for name in names) for names in groups]
+    shapes = []
+    for names in groups:
+        shapes.append(OrderedDict((name, whole.tensors["master", name].shape) for name in names))
     module = whole.state("model")
     if stage == 3:
         module = {name: torch.empty(0, dtype=tensor.dtype) for name, tensor in module.items()}

@@ -134,10 +134,14 @@ def _parts(whole: WholeState, params: Sequence[Local]) -> list[list[Local]]:
     """The parameters of each optimizer: all, or dense and expert ones where experts are parallel; Muon's, then the
     rest."""
     if whole.muon is not None:
-        return [[p for p in params if p.module.is_matrix is matrix] for matrix in (True, False)]
+        matrices = [param for param in params if param.module.is_matrix]
+        others = [param for param in params if not param.module.is_matrix]
+        return [matrices, others]
     if whole.layout.ep == 1:
         return [list(params)]
-    return [[p for p in params if (p.module.expert is not None) is expert] for expert in (False, True)]
+    dense = [param for param in params if param.module.expert is None]
+    experts = [param for param in params if param.module.expert is not None]
+    return [dense, experts]
 
 
 def _optimizer(whole: WholeState, rank: RankState, params: Sequence[Local]) -> Any:
@@ -152,11 +156,12 @@ def _optimizer(whole: WholeState, rank: RankState, params: Sequence[Local]) -> A
 
 
 def _one(whole: WholeState, rank: RankState, params: Sequence[Local], *, expert: bool, muon: bool) -> dict[str, Any]:
-    groups = [[p for p in params if _decays(p) is decays] for decays in (True, False)]
+    decaying = [param for param in params if _decays(param)]
+    others = [param for param in params if not _decays(param)]
     state: dict[int, Any] = {}
     described = []
     masters = []
-    for decays, group in zip((True, False), groups, strict=True):
+    for decays, group in ((True, decaying), (False, others)):
         if not group:
             continue
         about = hyperparameters(whole.scalars, decays=decays, expert=expert, muon=muon)

@@ -61,10 +61,9 @@ class RankBlock(NamedTuple):
 
 def write(whole: WholeState, folder: Path) -> None:
     """The Trainer's folders and what is beside them."""
-    saves: dict[str, list[list[RankBlock]]] = {
-        name: [[] for _ in whole.ranks] for name in ("model_state", "optimizer_state")
-    }
-    saves |= {name: [[] for _ in whole.ranks] for name in ("master_weight", "ema_state")}
+    saves: dict[str, list[list[RankBlock]]] = {}  # by folder, the items of each rank
+    for folder_name in ("model_state", "optimizer_state", "master_weight", "ema_state"):
+        saves[folder_name] = [[] for _ in whole.ranks]
     for number, rank in enumerate(whole.ranks):
         for folder_name, item in _items(whole, rank):
             saves[folder_name][number].append(item)

@@ -62,14 +62,22 @@ def write(whole: WholeState, folder: Path) -> None:
         "placements": placements,
         "tensors": tensors,
         "source": {"format": "sharded", "hints": {}},
-        "files": [
-            {"path": path, "size": (folder / path).stat().st_size, **{k: file[k] for k in ("state", "rank", "boxes")}}
-            for path, file in files.items()
-        ],
+        "files": [_list_file(folder, path, file) for path, file in files.items()],
     }
     (folder / "config.json").write_text(json.dumps(whole.config, indent=2))
     fault_point("index")
     (folder / "ckpt.index.json").write_text(json.dumps(index))
+
+
+def _list_file(folder: Path, path: str, file: dict[str, Any]) -> dict[str, Any]:
+    """What the index says of a file."""
+    return {
+        "path": path,
+        "size": (folder / path).stat().st_size,
+        "state": file["state"],
+        "rank": file["rank"],
+        "boxes": file["boxes"],
+    }
 
 
 def _files(whole: WholeState, mesh: dict[str, int]) -> dict[str, dict[str, Any]]:
@@ -78,8 +86,13 @@ def _files(whole: WholeState, mesh: dict[str, int]) -> dict[str, dict[str, Any]]
     for rank in whole.ranks:
         position = coordinates(rank, mesh)
         label = "_".join(f"{dim}{position[dim]:02d}" for dim in mesh)
-        for state in dict.fromkeys(piece.state for piece in rank.pieces):
-            box_of = {piece.name: box for piece in rank.pieces if piece.state == state and (box := _part(piece, rank))}
+        boxes_of: dict[str, dict[str, Box]] = {}  # by state and name
+        for piece in rank.pieces:
+            box = _part(piece, rank)
+            of_state = boxes_of.setdefault(piece.state, {})
+            if box is not None:
+                of_state[piece.name] = box
+        for state, box_of in boxes_of.items():
             arrays = {name: whole.tensors[state, name][region(box)].contiguous() for name, box in box_of.items()}
             shapes = {name: list(whole.tensors[state, name].shape) for name in box_of}
             text = canonical({name: {"offset": list(b.offset), "shape": shapes[name]} for name, b in box_of.items()})
@@ -159,27 +172,33 @@ def _part(piece: TensorPiece, rank: RankState) -> Box | None:
 def _placement(whole: WholeState, state: str, name: str, mesh: dict[str, int]) -> dict[str, Any]:
     """Which mesh dims cut which tensor dim, derived from the boxes themselves; `at` for what one stage or expert rank
     has."""
-    boxes_of = [
-        (coordinates(rank, mesh), box)
-        for rank in whole.ranks
-        for piece in rank.pieces
-        if (piece.state, piece.name) == (state, name) and (box := _part(piece, rank))
-    ]
+    boxes_of: list[tuple[dict[str, int], Box]] = []
+    for rank in whole.ranks:
+        for piece in rank.pieces:
+            box = _part(piece, rank) if (piece.state, piece.name) == (state, name) else None
+            if box is not None:
+                boxes_of.append((coordinates(rank, mesh), box))
+
     shape = tuple(whole.tensors[state, name].shape)
     cut: dict[str, Any] = {"shard": []}
     for dim in range(len(shape)):
-        names = [
-            axis
-            for axis in mesh
-            if any(box.shape[dim] < shape[dim] for _, box in boxes_of) and _moves(boxes_of, axis, dim)
-        ]
+        is_cut = any(box.shape[dim] < shape[dim] for _, box in boxes_of)
+        names = [axis for axis in mesh if is_cut and _moves(boxes_of, axis, dim)]
         if names:
             cut["shard"].append([dim, names])
-    fixed = {axis: {fixed_at[axis] for fixed_at, _ in boxes_of} for axis in ("pp", "ep") if axis in mesh}
-    fixed_at = {axis: next(iter(values)) for axis, values in fixed.items() if len(values) == 1}
+
+    fixed_at: dict[str, int] = {}
+    for axis in ("pp", "ep"):
+        indexes = {position[axis] for position, _ in boxes_of} if axis in mesh else set()
+        if len(indexes) == 1:
+            fixed_at[axis] = indexes.pop()
     if fixed_at:
         cut["at"] = fixed_at
-    uneven = [dim for dim, _ in cut["shard"] if len({box.shape[dim] for _, box in boxes_of}) > 1]
+
+    uneven = []
+    for dim, _ in cut["shard"]:
+        if len({box.shape[dim] for _, box in boxes_of}) > 1:
+            uneven.append(dim)
     if uneven:
         cut["uneven"] = uneven
     return cut
