@@ -119,7 +119,11 @@ def _numbers(value: Any) -> Iterable[Any]:
     if "model" not in value:  # added_tokens.json
         return value.values()
     vocab = value["model"].get("vocab") if isinstance(value["model"], Mapping) else None
-    words = vocab.values() if isinstance(vocab, Mapping) else [len(vocab) - 1] if isinstance(vocab, list) else ()
+    words: Iterable[Any] = ()
+    if isinstance(vocab, Mapping):
+        words = vocab.values()
+    elif isinstance(vocab, list):  # a list of tokens: their numbers are their places
+        words = [len(vocab) - 1]
     added = value.get("added_tokens")
     added_ids = [token.get("id") for token in added if isinstance(token, Mapping)] if isinstance(added, list) else []
     return [*words, *added_ids]

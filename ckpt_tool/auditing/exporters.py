@@ -80,7 +80,8 @@ def signatures(subject: Subject | None, found: Sequence[FoundFault], path: str) 
     path: of the checkpoint; a step's name says that it was being saved, and not fetched."""
     codes = {fault.code for fault in found}
     reports = []
-    if subject is not None and MISSING in codes and (left_out := gaps(subject)):
+    left_out = gaps(subject) if subject is not None and MISSING in codes else {}
+    if subject is not None and left_out:
         stem, numbers = next(iter(left_out.items()))
         nearest = _judge_gap(subject)
         others = [report for report in (AREAL, BRIDGE_AHEAD, BRIDGE_SIZES) if report is not nearest]

@@ -181,7 +181,9 @@ def count_mtp_layers(subject: Subject) -> tuple[int, set[int | str]]:
     for name in subject.kinds if promised else ():
         if _MTP.search(name):
             present.add(next((int(word) for word in name.split(".") if numeral(word)), 0))
-        elif (match := _LAYER.search(name)) and type(layers) is int and int(match[1]) >= layers:
+            continue
+        match = _LAYER.search(name)
+        if match and type(layers) is int and int(match[1]) >= layers:
             present.add(int(match[1]) - layers)
     return promised, present
 
@@ -206,7 +208,9 @@ def gaps(subject: Subject) -> Mapping[str, list[int]]:
     for stem, totals in stems.items():
         for total, have in totals.items():
             lowest = 0 if 0 in have else 1
-            if total <= 100_000 and (gone := [n for n in range(lowest, lowest + total) if n not in have]):
+            numbers = range(lowest, lowest + total) if total <= 100_000 else ()
+            gone = [number for number in numbers if number not in have]
+            if gone:
                 missing[stem] = gone
     return missing
 

@@ -92,7 +92,9 @@ def _run(job: VerbJob, arguments: Sequence[str]) -> int:
     if mode != "none":
         from ckpt_tool.report.progress import progress_of
 
-        announce = _nothing if not job.plans else None if show.json else once.plan
+        announce = None if show.json else once.plan
+        if not job.plans:
+            announce = _nothing
         progress = progress_of(
             mode, sys.stderr, color=show.color, json_result=show.json, everything=show.verbose > 0, announce=announce
         )
@@ -111,7 +113,8 @@ def _run(job: VerbJob, arguments: Sequence[str]) -> int:
 
         pager(_as_text(job, document, show, shown=False))
     elif job.line is not None:
-        _result([f"{line}\n"] if (line := job.line(document)) else [])
+        line = job.line(document)
+        _result([f"{line}\n"] if line else [])
     elif not (show.quiet and job.writes):
         _result([_as_text(job, document, show, shown=once.done)])
     if show.report:

@@ -322,6 +322,15 @@ def _hint_for_extra(verb: str) -> str:
     return ""
 
 
+def _find_owners(name: str) -> list[str]:
+    """The verbs that have an option of that name."""
+    owners = []
+    for verb in VERBS.values():
+        if any(name in option.names for option in verb.options().values()):
+            owners.append(verb.name)
+    return owners
+
+
 def _near_option(name: str, context: Any) -> str:
     """What may have been meant: an option of this verb, or of another one."""
     from ckpt_tool.cli.typed_words import ARGUMENTS_MEANT, NEEDLESS, OF_VERB, OPTIONS_MEANT
@@ -336,16 +345,12 @@ def _near_option(name: str, context: Any) -> str:
     meant = OPTIONS_MEANT.get(word)
     if meant is not None:
         option = meant.split()[0]
-        owners = [verb.name for verb in VERBS.values() if any(option in each.names for each in verb.options().values())]
+        owners = _find_owners(option)
         return f"it is called {meant} here" if option in known else f"{meant} of ckpt {owners[0]} does that"
     arguments = [param.metavar for param in context.command.params if param.param_type_name == "argument"]
     if word in ARGUMENTS_MEANT and arguments:
         return f"paths are written without an option: {context.command_path} {' '.join(arguments)}"
-    others = [
-        other.name
-        for other in VERBS.values()
-        if other.name != context.command.name and any(name in option.names for option in other.options().values())
-    ]
+    others = [verb for verb in _find_owners(name) if verb != context.command.name]
     if others:
         return f"{name} belongs to ckpt {', ckpt '.join(others)}"
     near = near_misses(name, [option for option in known if option.startswith("--")])

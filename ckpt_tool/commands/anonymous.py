@@ -150,16 +150,17 @@ def _public_security(security: Mapping[str, Any], name_of: Callable[[str], str])
         "globals": [global_of(name) for name in security["globals"]],
     }
     if "files" in security:
-        public["files"] = [
-            {
-                "file": name_of(pickle["file"]),
-                "member": name_of(pickle["member"]),
-                "globals": [global_of(name) for name in pickle["globals"]],
-                "unsafe": _count_hidden(pickle["unsafe"], "findings"),
-                "unseen": HIDDEN if pickle["unseen"] else "",
-            }
-            for pickle in security["files"]
-        ]
+        public["files"] = []
+        for pickle in security["files"]:
+            public["files"].append(
+                {
+                    "file": name_of(pickle["file"]),
+                    "member": name_of(pickle["member"]),
+                    "globals": [global_of(name) for name in pickle["globals"]],
+                    "unsafe": _count_hidden(pickle["unsafe"], "findings"),
+                    "unseen": HIDDEN if pickle["unseen"] else "",
+                }
+            )
     return public
 
 

@@ -56,7 +56,10 @@ def apply(plan_file: str, share: Share, writing: Writing, progress: Progress) ->
     plan = load_plan(plan_file)
     keep_for_report("rewriting", partial(_rewriting, plan))
     destination = place_of(plan.destination)
-    seal = seal_of(writing, destination, part="--claim" if share.claim else "--part" if share.part else "")
+    share_option = "--part" if share.part else ""
+    if share.claim:
+        share_option = "--claim"
+    seal = seal_of(writing, destination, part=share_option)
     if writing.emit:
         from ckpt_tool.conversion.job_file import write_job
 

@@ -65,4 +65,7 @@ def help_on(topic: str | None, language: str | None = None) -> dict[str, Any]:
 
 def _locale() -> str:
     """What the environment says of the language of messages, by POSIX's order."""
-    return next((value for name in ("LC_ALL", "LC_MESSAGES", "LANG") if (value := os.environ.get(name))), "")
+    for name in ("LC_ALL", "LC_MESSAGES", "LANG"):
+        if os.environ.get(name):
+            return os.environ[name]
+    return ""

@@ -236,9 +236,13 @@ def bench(*, quick: bool = False) -> dict[str, Any]:
     from ckpt_tool.device.trial import bench as benching
 
     device = choose.open_device()
-    most = 1 << 20 if device.info.host else 1 << 28 if quick else 1 << 30
+    if device.info.host:
+        most = 1 << 20
+        repeats = 2
+    else:
+        most = 1 << 28 if quick else 1 << 30
+        repeats = 10 if quick else 30
     payload = min(most, device.info.free_bytes // 8 // (1 << 20) << 20)
-    repeats = 2 if device.info.host else 10 if quick else 30
     rows = benching.measure_kernels(device, payload=payload, repeats=repeats)
     return {
         "schema_version": 1,

@@ -79,7 +79,9 @@ def _looked_at(destination: Place, whole: int) -> dict[str, Any]:
         total = total * of // len(begun)  # parts are of about one size
 
     speed = sum(_speed(part) for part in parts if part.state == "running")
-    state = _GROWING if parts or stands.of else _WRITTEN if stands.there else "absent"
+    state = _WRITTEN if stands.there else "absent"
+    if parts or stands.of:
+        state = _GROWING
     left = max(0, (whole or total) - done)
     return {
         "schema_version": 1,

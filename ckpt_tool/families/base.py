@@ -24,6 +24,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 from ckpt_tool.errors import UsageError, near_misses
@@ -250,11 +251,12 @@ def _read_shared_layer_settings(config: Config) -> dict[str, Any]:
     """
     by_layer = config.get("per_layer_config")
     rows = [row for row in by_layer.values() if isinstance(row, Mapping)] if isinstance(by_layer, Mapping) else []
-    keys = dict.fromkeys(key for row in rows for key in row)
-    values_of = {key: [row.get(key) for row in rows] for key in keys}
-    return {
-        f"per_layer_{key}": values[0] for key, values in values_of.items() if values.count(values[0]) == len(values)
-    }
+    shared: dict[str, Any] = {}
+    for key in dict.fromkeys(chain.from_iterable(rows)):
+        values = [row.get(key) for row in rows]
+        if values.count(values[0]) == len(values):
+            shared[f"per_layer_{key}"] = values[0]
+    return shared
 
 
 @lru_cache(maxsize=256)
@@ -288,7 +290,11 @@ def _table(family: Family, dialect: str) -> Table:
 def _resolve_variant(family: Family, given: str | Variant, swap: tuple[str, str]) -> Table:
     if isinstance(given, str):
         return table_of(given.replace(*swap) if swap[0] else given, family.kinds)
-    origin = given.of if "\n" in given.of else family.hub if given.of == HUB else family.dialects[given.of]
+    origin: str | Variant
+    if "\n" in given.of:  # a table's own text
+        origin = given.of
+    else:
+        origin = family.hub if given.of == HUB else family.dialects[given.of]
     return given.derive(
         _resolve_variant(family, origin, given.swap if given.swap[0] else swap), family.table(HUB), family.kinds
     )

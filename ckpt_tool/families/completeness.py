@@ -207,11 +207,11 @@ def _count_numbers(table: Table, front: str, count: int, config: Config) -> int:
 def _find_decoders(table: Table) -> set[str]:
     """What stands before the number of a decoder's layer, `{i}` in its rules; the layers of MTP and of towers are not
     counted."""
-    fronts = {
-        _split_at_layer(form)[0]
-        for form, spots in table.left.items()
-        if _split_at_layer(form)[1] and any(spot.axes[:1] == ("i",) for spot in spots)
-    }
+    fronts: set[str] = set()
+    for form, spots in table.left.items():
+        front, inside = _split_at_layer(form)
+        if inside and any(spot.axes[:1] == ("i",) for spot in spots):
+            fronts.add(front)
     ends = (".layers.", ".layers_", ".layer_", "/layer_", ".h.", ".blocks.", ".blk.")
     return {front for front in fronts if f".{front}".endswith(ends) and "mtp" not in front.split(".")}
 
@@ -223,14 +223,15 @@ def _find_thinner_layers(
     has by the table's conditions."""
     modules: dict[str, dict[frozenset[str], list[int]]] = defaultdict(lambda: defaultdict(list))
     split = {form: re.split("[./]", _split_at_layer(form)[1]) for forms in layers.values() for form in forms}
-    deep = {
-        words[0] for words in split.values() if len(words) > 2
-    }  # `mamba.A_log` is of the module that has `mamba.norm`
+    # `mamba.A_log` is of the module that has `mamba.norm`.
+    deep = {words[0] for words in split.values() if len(words) > 2}
 
     for number, forms in layers.items():
         parts: dict[str, set[str]] = {"": set()}  # "": what is in the layer itself, its norms
-        for form, words in ((form, split[form]) for form in forms):
-            parts.setdefault(words[0] if words[0] in deep else _name_module(words[0]), set()).add(form)
+        for form in forms:
+            first_word = split[form][0]
+            module = first_word if first_word in deep else _name_module(first_word)
+            parts.setdefault(module, set()).add(form)
         for module, own in parts.items():
             modules[module][frozenset(own)].append(number)
 
@@ -243,8 +244,11 @@ def _find_thinner_layers(
             )
             left = set(numbers)
             for lost, as_many in sorted(fuller, key=lambda row: len(row[0])):
-                wanted = {n: [form for form in lost if _may_have(table, form, n, config)] for n in sorted(left)}
-                lacking = {number: gone for number, gone in wanted.items() if gone}
+                lacking: dict[int, list[str]] = {}
+                for number in sorted(left):
+                    gone = [form for form in lost if _may_have(table, form, number, config)]
+                    if gone:
+                        lacking[number] = gone
                 if 0 < len(lacking) <= as_many:
                     for number, gone in lacking.items():
                         yield from (form.replace("%d", str(number), 1).replace("%d", "*") for form in gone)

@@ -151,10 +151,12 @@ def _lacking(near: Near, kinds: Mapping[str, str], config: Config) -> Near:
 def _terms(rule: Equation) -> Iterator[tuple[Name, set[str]]]:
     """Each name of the left with the forms of the hub's that it holds: the one in its place where both sides have as
     many."""
-    left, right = ([term.name for term in side] for side in (rule.left, rule.right))
+    left = [term.name for term in rule.left]
+    right = [term.name for term in rule.right]
     for number, name in enumerate(left):
+        hub_names = [right[number]] if len(left) == len(right) else right
         if name is not None:
-            yield name, {hub.form for hub in ([right[number]] if len(left) == len(right) else right) if hub is not None}
+            yield name, {hub_name.form for hub_name in hub_names if hub_name is not None}
 
 
 def _holds(condition: Expression, config: Config) -> bool:

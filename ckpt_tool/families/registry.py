@@ -21,7 +21,7 @@ from ckpt_tool.errors import InputError, UsageError, near_misses
 from ckpt_tool.families.base import HUB, Config, Family, Shape, Variant
 from ckpt_tool.families.models import FAMILIES, NAMES, family_of_class, known_family, load
 from ckpt_tool.families.rewrite import count_misfits
-from ckpt_tool.families.table import form_of, instances
+from ckpt_tool.families.table import Tower, form_of, instances
 from ckpt_tool.formats.hub_folder.saved_by import MLX
 
 _KEEP = "or keep the source's names with --dialect keep"
@@ -135,9 +135,9 @@ def _find_by_names(config: Config, names: list[str]) -> Family | None:
     most = max(each.much for dialects in known.values() for each in dialects)
     if not any(most):
         return None
-    best = [family for family, dialects in known.items() if any(each.much == most for each in dialects)]
+    best = [family for family, dialects in known.items() if most in {each.much for each in dialects}]
     if not any(each.layered for family in best for each in known[family]):
-        best = [family for family, dialects in known.items() if any(any(each.much) for each in dialects)]
+        best = [family for family, dialects in known.items() if {each.much for each in dialects} - {(0, 0)}]
         if len(best) == 1:
             return None
     fitting = [family.name for family in best]
@@ -170,7 +170,11 @@ def _count_known_names(family: Family, names: list[str]) -> dict[str, _Known]:
     for dialect in family.known_dialects:
         table = family.table(dialect)
         named, unknown = instances(table.left, names)
-        towers = {name: tower for name in unknown if (tower := table.tower_of(name))} if table.towers else {}
+        towers: dict[str, Tower] = {}
+        for name in unknown if table.towers else ():
+            tower = table.tower_of(name)
+            if tower:
+                towers[name] = tower
         found[dialect] = _Known(
             (len(names) - len(unknown), sum(len(tower.left) for tower in towers.values())),
             any(group.values[0] for group in named) or any(form_of(name)[1] for name in towers),
@@ -237,5 +241,6 @@ def _list_used_rules(family: Family, dialect: str, names: list[str]) -> frozense
     """The rules and towers that the names ask for: dialects with the same ones are the same for this checkpoint."""
     table = family.table(dialect)
     named, unknown = instances(table.left, names)
-    towers = {f"{name} = {hub_name}" for name in unknown if (hub_name := table.in_tower(name))}
+    hub_names = ((name, table.in_tower(name)) for name in unknown)
+    towers = {f"{name} = {hub_name}" for name, hub_name in hub_names if hub_name}
     return frozenset({table.rules[spot.rule].text for group in named for spot in group.spots} | towers)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
+from operator import itemgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -83,8 +84,9 @@ class HalfRule(NamedTuple):
 
         # {number on the first axis (a layer): the numbers on the others (its experts)}
         tails_of: dict[int, set[tuple[int, ...]]] = defaultdict(set)
-        for row in {tuple(row[column] for column in columns) for row in self.rows}:
-            tails_of[row[0]].add(row[1:])
+        for row in self.rows:
+            first, *others = (row[column] for column in columns)
+            tails_of[first].add(tuple(others))
 
         # {numbers on the others: the layers that have exactly these}
         layers_of: dict[frozenset[tuple[int, ...]], list[int]] = defaultdict(list)
@@ -393,7 +395,10 @@ def _reorder_rows(
     if axes == wanted_axes:
         return rows
     order = [axes.index(axis) for axis in wanted_axes]
-    return (tuple(row[column] for column in order) for row in rows)
+
+    # The row is taken apart by one call in C: a model of many experts has a million of them.
+    reorder = itemgetter(*order)
+    return map(reorder, rows) if len(order) > 1 else ((reorder(row),) for row in rows)
 
 
 def _collect_needed_axes(half_rules: Iterable[HalfRule]) -> dict[str, str]:
@@ -630,7 +635,7 @@ def _map_from_hub(
             target_shapes = half_rule.rule.left_shapes(grid_sizes, config)
 
             # A tensor of zeros alone is only written where the rule fills another one of the same layer.
-            zeros_only = {name for name, pieces in kept.items() if all(piece.src.name == PAD for piece in pieces)}
+            zeros_only = {name for name, pieces in kept.items() if {piece.src.name for piece in pieces} <= {PAD}}
             layer_sources = _find_layer_sources(kept) if zeros_only else {}
 
             for name, pieces in kept.items():
@@ -711,8 +716,12 @@ def _names_in_dialect(table: Table, hub_name: str, config: Config) -> list[str]:
         if len(terms) == len(rule.right):
             forms = [term.name and term.name.form for term in rule.right]
             terms = (terms[forms.index(form)],)
-        names = [term.name for term in terms if term.name]
-        return [name.at([index_of.get(axis, 0) for axis in name.axes], config) for name in names]
+        dialect_names: list[str] = []
+        for term in terms:
+            if term.name:
+                numbers_of_name = [index_of.get(axis, 0) for axis in term.name.axes]
+                dialect_names.append(term.name.at(numbers_of_name, config))
+        return dialect_names
     return [hub_name]
 
 

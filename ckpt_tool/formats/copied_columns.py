@@ -15,7 +15,9 @@ from ckpt_tool.formats.dcp_container.dcp_columns import DcpColumns, Ints
 
 Stands = dict[int, dict[str, int]]  # size << 32 | CRC of a record -> path -> a hash of what it stands for there
 _Hash = Callable[[TensorKey, Chunk, int], int]
-_MASK, _MIX, _SHIFT = np.uint64((1 << 64) - 1), np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
+_MASK = np.uint64((1 << 64) - 1)
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+_SHIFT = np.uint64(32)
 
 
 class _Every(NamedTuple):

@@ -83,7 +83,11 @@ def look_for_copies(tree: Tree, catalog: Catalog, *, lenient: bool) -> list[Note
     pairs = list(_pairs(tree, tensors))
     parts = _parts_of(tensors, {path for pair in pairs for path in pair})
     whole = {tensor.key: tensor for tensor in tensors} if pairs else {}
-    found = [(path, other, *at) for path, other in pairs if (at := _contradiction(tree, whole, parts, path, other))]
+    found = []
+    for path, other in pairs:
+        at = _contradiction(tree, whole, parts, path, other)
+        if at:
+            found.append((path, other, *at))
     if not found:
         return []
     lines = [_line(*one) for one in found]
@@ -170,7 +174,9 @@ class _Copied:
                 path = chunk.array.path
                 if crc is None:
                     self.plain = True
-                elif first.setdefault(record := crc[1] << 32 | crc[2], path) != path:
+                    continue
+                record = crc[1] << 32 | crc[2]
+                if first.setdefault(record, path) != path:
                     self.again.add(record)
 
     def stands(self, hash_of: Callable[[TensorKey, Chunk, int], int]) -> tuple[Stands, dict[int, StoredArray]]:
@@ -181,7 +187,8 @@ class _Copied:
         for tensor in self._tensors:
             for chunk in tensor.chunks:
                 crc = chunk.array.crc
-                if crc is not None and (record := crc[1] << 32 | crc[2]) in self.again:
+                record = -1 if crc is None else crc[1] << 32 | crc[2]
+                if crc is not None and record in self.again:
                     sample.setdefault(record, chunk.array)
                     mine = stands[record]
                     mine[chunk.array.path] = mine.get(chunk.array.path, 0) ^ hash_of(tensor.key, chunk, crc[0])

@@ -144,7 +144,8 @@ def looks_like(tree: Tree, below: Sequence[str]) -> tuple[str, str]:
         what = what_is(head)
         return (f"the file is {what}" if what else f"the file begins with {head[:8]!r}"), advice(head) or ""
 
-    cached = sorted({top for name in names if (top := name.partition("/")[0]).startswith("models--")})
+    tops = {name.partition("/")[0] for name in names}
+    cached = sorted(top for top in tops if top.startswith("models--"))
     if cached:
         return "the folder is a cache of the hub", f"pass one of its models: {', '.join(cached[:NAMED])}"
 

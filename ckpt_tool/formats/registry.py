@@ -47,8 +47,9 @@ class Claim(NamedTuple):
 
 def claims(tree: Tree) -> list[Claim]:
     """Every format's claim, in the order of the entries."""
-    requested = ((name, by_name(name)) for name in NAMES if may_be(name, tree))
-    return [Claim(name, evidence) for name, fmt in requested if (evidence := fmt.detect(tree))]
+    possible = [name for name in NAMES if may_be(name, tree)]
+    evidence_of = ((name, by_name(name).detect(tree)) for name in possible)
+    return [Claim(name, evidence) for name, evidence in evidence_of if evidence]
 
 
 def settle(found: Sequence[Claim]) -> list[Claim]:
@@ -57,10 +58,20 @@ def settle(found: Sequence[Claim]) -> list[Claim]:
     A claim falls to a more specific one that accounts for every file of it; of what is left, to one of an earlier turn
     where the same software loads both and takes one of them.
     """
-    left = [one for one in found if not any(_covers(other.evidence, one.evidence) for other in found)]
-    turns = [(claim.evidence.loader, claim.evidence.turn) for claim in left]
-    first = {loader: min(turn for other, turn in turns if other == loader) for loader, _ in turns}
-    return [claim for claim, (loader, turn) in zip(left, turns, strict=True) if not loader or turn == first[loader]]
+    standing: list[Claim] = []
+    for claim in found:
+        if not any(_covers(other.evidence, claim.evidence) for other in found):
+            standing.append(claim)
+
+    first_turns: dict[str, int] = {}  # by loader
+    for claim in standing:
+        loader = claim.evidence.loader
+        first_turns[loader] = min(claim.evidence.turn, first_turns.get(loader, claim.evidence.turn))
+    return [
+        claim
+        for claim in standing
+        if not claim.evidence.loader or claim.evidence.turn == first_turns[claim.evidence.loader]
+    ]
 
 
 def _covers(other: Evidence, one: Evidence) -> bool:
@@ -72,7 +83,8 @@ def detect(tree: Tree) -> tuple[Format, Evidence]:
 
     Raises UnknownFormat: E0390 for none, E0391 for several, E1640 for what is known and not read.
     """
-    if tree.single is not None and (whole := part_of(tree.single)):
+    whole = part_of(tree.single) if tree.single is not None else None
+    if tree.single is not None and whole:
         raise UnknownFormat(
             f"{whole}, which is read with those next to it",
             code="E0390",
@@ -81,7 +93,8 @@ def detect(tree: Tree) -> tuple[Format, Evidence]:
         )
 
     unread = {kind.name: kind for kind in LOOKALIKES} if tree.single is None else {}
-    known = [Claim(name, evidence) for name, kind in unread.items() if (evidence := kind.find(tree))]
+    unread_evidence = ((name, kind.find(tree)) for name, kind in unread.items())
+    known = [Claim(name, evidence) for name, evidence in unread_evidence if evidence]
     found = settle([*claims(tree), *known])
     if not found:
         what, advice = looks_like(tree, components(tree))

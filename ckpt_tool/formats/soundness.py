@@ -167,7 +167,7 @@ def _path(catalog: Catalog, name: str, state: str) -> str | None:
 def _steps(extras: Mapping[str, Any]) -> Iterator[CkptError]:
     """Groups of one optimizer that count different steps."""
     for where, groups in _groups(extras, "", 0):
-        known = [(i, step) for i, group in enumerate(groups) if (step := _step(group)) is not None]
+        known = [(i, step) for i, step in enumerate(map(_step, groups)) if step is not None]
         for i, step in known[1:]:
             if step != known[0][1]:
                 yield InconsistentCheckpoint(

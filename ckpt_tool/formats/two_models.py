@@ -125,7 +125,8 @@ def _differ_in_value(tree: Tree, ours: LogicalTensor, theirs: LogicalTensor) -> 
     """Do the first bytes of two tensors of one shape differ? False for what can't be compared byte by byte."""
     if ours.dtype != theirs.dtype or len(ours.chunks) != 1 or len(theirs.chunks) != 1:
         return False
-    first, second = ours.chunks[0].array, theirs.chunks[0].array
+    first = ours.chunks[0].array
+    second = theirs.chunks[0].array
     is_same_place = (first.path, first.offset) == (second.path, second.offset)
     if is_same_place or first.strides is not None or second.strides is not None or first.dtype != second.dtype:
         return False

@@ -204,7 +204,8 @@ def seal_of(writing: Writing, destination: Place, *, part: str = "") -> Seal | N
 
     if writing.attest:
         inside = _below(writing.attest, destination)
-        if inside is not None and (reason := unfit(inside)):
+        reason = "" if inside is None else unfit(inside)
+        if reason:
             raise _no(writing, f"{inside} {reason}", "name another file")
 
     seal = Seal(destination, key, writing.attest, inside, writing)

@@ -124,7 +124,8 @@ def list_statement_files(statement: Any, path: str, wanted: str) -> ListedFile:
 
 
 def _list_signed(statement: Any, path: str) -> ListedFile:
-    predicate, (subject,) = statement["predicate"], statement["subject"]
+    predicate = statement["predicate"]
+    (subject,) = statement["subject"]
     serialization = predicate["serialization"]
     resources = predicate["resources"]
 

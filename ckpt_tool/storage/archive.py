@@ -198,7 +198,9 @@ def _members(tree: Tree, file: str) -> dict[str, TarMember]:
 
 
 def _odd(path: str, info: tarfile.TarInfo, shown: str, *, twice: bool) -> UnsafeInput:
-    what = "appears in it twice" if twice else "is a link" if info.islnk() or info.issym() else "is no plain file"
+    what = "is a link" if info.islnk() or info.issym() else "is no plain file"
+    if twice:
+        what = "appears in it twice"
     return UnsafeInput(
         f"the archive's member {path[:200]} {what}",
         code=ODD,

@@ -52,7 +52,8 @@ def open_tree(src: str | os.PathLike[str], *, follow_symlinks: bool = False) -> 
     """
     text = os.fspath(src)
     scheme = _SCHEME.match(text)
-    if scheme is None and (url := short_url(text)) is not None and not os.path.lexists(text):
+    url = short_url(text) if scheme is None else None
+    if url is not None and not os.path.lexists(text):
         raise UsageError(
             f"{text} is a URL in which a slash is missing",
             code="E2502",

@@ -87,7 +87,9 @@ def behind(path: str, at: int, nbytes: int) -> tuple[str, int, int]:
     """The range of a file that is read for a range of a view, or of a file: all that is compressed, for its first
     bytes, and nothing for the others."""
     while (frame := compressed_of(path)) is not None:
-        path, at, nbytes = frame.path, frame.at, frame.nbytes if at == 0 else 0
+        path = frame.path
+        nbytes = frame.nbytes if at == 0 else 0
+        at = frame.at
     return base_of(path), at, 0 if is_view(path) else nbytes
 
 

@@ -81,7 +81,10 @@ def nest_config(config: Mapping[str, Any]) -> dict[str, Any]:
     start = config.get("moe_layer_start_index", 0)
     end = config.get("moe_layer_end_index", -1)
     first_sparse = min(start) if isinstance(start, list) else start
-    last_sparse = max(end) if isinstance(end, list) else end if end >= 0 else layers - 1
+    if isinstance(end, list):
+        last_sparse = max(end)
+    else:
+        last_sparse = end if end >= 0 else layers - 1
     interval = config.get("moe_layer_interval", 2)
     text["mlp_layer_types"] = [
         "sparse" if first_sparse <= i <= last_sparse and (i + 1) % interval == 0 else "dense" for i in range(layers)

@@ -146,10 +146,9 @@ def rope_of(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Values:
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(config.get(name), Mapping):
             rope |= config[name]
-    if isinstance(
-        every := rope.get("full_attention"), Mapping
-    ):  # Gemma 3 by transformers 5: windowed layers have their own
-        rope = {key: value for key, value in rope.items() if not isinstance(value, Mapping)} | dict(every)
+    full_layers = rope.get("full_attention")
+    if isinstance(full_layers, Mapping):  # Gemma 3 by transformers 5: windowed layers have their own
+        rope = {key: value for key, value in rope.items() if not isinstance(value, Mapping)} | dict(full_layers)
     rope = {key: value for key, value in rope.items() if value is not None}  # null says nothing
     if not rope and "rope_parameters" not in config:  # a class may have a rope of its own
         rope |= defaults.get("rope_scaling", {})

@@ -200,7 +200,9 @@ def _falcon_to(model: ConfigWords, out: Values) -> None:
     heads = model.count("num_attention_heads")
     hidden = model.count("hidden_size") or 0
     is_new_architecture = bool(model.get("new_decoder_architecture"))
-    groups = (model.count("num_kv_heads") or heads) if is_new_architecture else 1 if model.get("multi_query") else heads
+    groups = 1 if model.get("multi_query") else heads
+    if is_new_architecture:
+        groups = model.count("num_kv_heads") or heads
     out["group_query_attention"] = groups != heads
     out["num_query_groups"] = groups if groups != heads else 1
     out["kv_channels"] = hidden // (heads or 1)
@@ -209,7 +211,8 @@ def _falcon_to(model: ConfigWords, out: Values) -> None:
         "new_decoder_architecture": is_new_architecture,
         "parallel_attention": is_new_architecture or bool(model.get("parallel_attn")),
     }
-    if (norms := model.count("num_ln_in_parallel_attn")) is not None:
+    norms = model.count("num_ln_in_parallel_attn")
+    if norms is not None:
         out["num_ln_in_parallel_attn"] = norms
     if out.get("ffn_hidden_size") is None:
         out["ffn_hidden_size"] = 4 * hidden
@@ -226,7 +229,8 @@ def _falcon_back(args: Arguments, out: Values) -> None:
     is_new_architecture = bool(args.get("new_decoder_architecture"))
     groups = args.args.get("num_query_groups") if args.get("group_query_attention") else heads
     out |= {"new_decoder_architecture": is_new_architecture, "parallel_attn": bool(args.get("parallel_attention"))}
-    if type(norms := args.args.get("num_ln_in_parallel_attn")) is int:
+    norms = args.args.get("num_ln_in_parallel_attn")
+    if type(norms) is int:
         out["num_ln_in_parallel_attn"] = norms
     out |= {"num_kv_heads": groups} if is_new_architecture else {"multi_query": groups == 1 and heads != 1}
     out |= {"bias": bool(args.get("add_bias_linear")), "alibi": False, "activation": "gelu"}

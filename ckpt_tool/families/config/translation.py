@@ -160,7 +160,9 @@ def from_megatron(args: Mapping[str, Any], family: str | None = None) -> Transla
     fit in the notes. Without it, a config without `model_type` where no class fits.
     """
     args = sound(args, _SIZES)
-    families = FAMILIES if family is None else [load(family)] if family in NAMES else []
+    families = FAMILIES
+    if family is not None:
+        families = [load(family)] if family in NAMES else []
     known = [(each, facts) for each in families for facts in (*_plain(each), *language_classes(each))]
     best: tuple[tuple[int, int], Family, ModelClass, list[str], Translated] | None = None
     parts: list[str] = []  # of models that see or hear, all that fit: nothing in the arguments says with what

@@ -89,15 +89,14 @@ def unknown_weights(names: Collection[str]) -> list[str]:
     the base's own files are known."""
     known = set(trained_files(names))
     if _CONFIG_OF_BASE in names:
-        known.update(name for name in names if any(fnmatchcase(name, pattern) for pattern in _OF_BASE))
-    return [
-        name
-        for name in names
-        if name.lower().endswith(_WEIGHTS)
-        and "/" not in name
-        and name not in known
-        and _OF_TRAINING.fullmatch(name) is None
-    ]
+        known.update(name for name in names if _fits_any(name, _OF_BASE))
+
+    weights = [name for name in names if name.lower().endswith(_WEIGHTS) and "/" not in name]
+    return [name for name in weights if name not in known and _OF_TRAINING.fullmatch(name) is None]
+
+
+def _fits_any(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def refuse_unknown_weights(tree: Tree, files: Collection[str]) -> None:

@@ -309,7 +309,8 @@ def is_sidefile(name: str) -> bool:
 
 
 def _matches(files: Iterable[str], pattern: re.Pattern[str]) -> list[re.Match[str]]:
-    return [match for name in files if (match := pattern.fullmatch(name.rpartition("/")[2]))]
+    matches = (pattern.fullmatch(name.rpartition("/")[2]) for name in files)
+    return [match for match in matches if match]
 
 
 def _check_numbers(label: str, found: list[tuple[int, int]], path: str) -> None:

@@ -29,14 +29,17 @@ def module_files(tree: Tree) -> tuple[str, ...]:
     listing = tree.listing() if tree.single is None else {}
     if listing.get(MODULES, -1) < 0:
         return ()
-    folders = {f"{path}/" for path in _paths(tree) if path}
-    found = [
-        path
-        for path, size in listing.items()
-        if (size >= 0 and (path in _BESIDE or (path.startswith("sentence_") and path.endswith("_config.json"))))
-        or (path.endswith(_CARRIED) and any(path.startswith(folder) for folder in folders))
-    ]
-    return tuple(sorted(found)) if folders else ()
+    folders = tuple(f"{path}/" for path in _paths(tree) if path)
+    if not folders:
+        return ()
+
+    files = []
+    for path, size in listing.items():
+        is_beside = path in _BESIDE or (path.startswith("sentence_") and path.endswith("_config.json"))
+        is_in_module = path.endswith(_CARRIED) and path.startswith(folders)
+        if (is_beside and size >= 0) or is_in_module:
+            files.append(path)
+    return tuple(sorted(files))
 
 
 def module_weights(tree: Tree) -> tuple[str, ...]:

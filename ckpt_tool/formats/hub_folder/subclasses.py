@@ -89,10 +89,14 @@ def block_in(text: str) -> tuple[int, int] | None:
 def present(stated: Mapping[str, str], tensors: Collection[str]) -> tuple[dict[str, str], list[str]]:
     """(the texts of weights of which a part is among `tensors`, the parts of those that are not). stated: of plain
     tensors too."""
-    there = {weight: each for weight, each in _named(stated).items() if any(part in tensors for part in each)}
-    return {weight: stated[weight] for weight in there}, [
-        part for each in there.values() for part in each if part not in tensors
-    ]
+    texts: dict[str, str] = {}
+    lost: list[str] = []
+    for weight, parts in _named(stated).items():
+        lost_parts = [part for part in parts if part not in tensors]
+        if len(lost_parts) < len(parts):
+            texts[weight] = stated[weight]
+            lost += lost_parts
+    return texts, lost
 
 
 def header_of(subclasses: Subclasses | None, tensors: Iterable[str]) -> dict[str, str]:
@@ -107,7 +111,10 @@ def header_of(subclasses: Subclasses | None, tensors: Iterable[str]) -> dict[str
 
 def _named(stated: Mapping[str, str]) -> dict[str, list[str]]:
     """Weight -> its parts, as they are called."""
-    return {weight: [subclass_part(weight, part) for part in parts_of(text) or ()] for weight, text in stated.items()}
+    names: dict[str, list[str]] = {}
+    for weight, text in stated.items():
+        names[weight] = [subclass_part(weight, part) for part in parts_of(text) or ()]
+    return names
 
 
 def _parsed(text: object) -> Any:

@@ -145,12 +145,16 @@ def _by_name(groups: Any, ids: Mapping[str, str], names: Mapping[str, tuple[str,
     """Groups that list parameters as the files name them in place of their numbers: one number may be of several."""
     if not isinstance(groups, list):
         return groups
-    listed = [[ids.get(str(number), str(number)) for number in group["params"]] for group in groups]
-    return [
-        {key: value for key, value in group.items() if key != "param_names"}
-        | {"params": list(dict.fromkeys(to for each in own for to in names.get(each, (each,))))}
-        for group, own in zip(groups, listed, strict=True)
-    ]
+
+    named_groups = []
+    for group in groups:
+        params: dict[str, None] = {}
+        for number in group["params"]:
+            stored_name = ids.get(str(number), str(number))
+            params |= dict.fromkeys(names.get(stored_name, (stored_name,)))
+        named_groups.append({key: value for key, value in group.items() if key != "param_names"})
+        named_groups[-1]["params"] = list(params)
+    return named_groups
 
 
 def _with_scheduler(tree: Tree, catalog: Catalog) -> Catalog:
@@ -195,7 +199,8 @@ def _order(shapes: Mapping[str, Shape], model_type: object, content: TorchConten
 def _shapes(
     numbers: Sequence[Sequence[int]], moments: Mapping[Any, Mapping[str, tuple[int, ...]]]
 ) -> list[list[tuple[int, ...] | None]]:
-    return [[shape_of(moments[n]) if n in moments else None for n in group] for group in numbers]
+    shapes = {number: shape_of(states) for number, states in moments.items()}
+    return [list(map(shapes.get, group)) for group in numbers]
 
 
 def _filled(shapes: Mapping[str, Any], order: list[str] | None) -> list[str] | None:

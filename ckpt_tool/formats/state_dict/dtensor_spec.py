@@ -25,8 +25,9 @@ Cost: a few tuples a tensor. What it does not do: read files.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import product
+from itertools import accumulate, product
 from math import prod
+from operator import mul
 from typing import Any, NamedTuple
 
 from ckpt_tool.core.box import Box
@@ -126,13 +127,11 @@ def _by_layout(
     listed = fields.get("_flatten_rank_map")
     layout = fields.get("_layout")
     stored = fields.get("_rank_map")
-    flat = (
-        tuple(listed)
-        if isinstance(listed, list | tuple)
-        else tuple(load(stored))
-        if isinstance(stored, TensorRef)
-        else ()
-    )
+    flat: tuple[Any, ...] = ()
+    if isinstance(listed, list | tuple):
+        flat = tuple(listed)
+    elif isinstance(stored, TensorRef):
+        flat = tuple(load(stored))
     axes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
     if isinstance(layout, PickledRecord):
@@ -228,7 +227,7 @@ def _order(spec: PickledRecord, cuts: Sequence[DTensorCut | None], mesh: RankMes
             cut = cuts[m]
             if cut is None or cut.dim != dim:
                 continue
-            before = [prod(mesh.shape[i] for i in found[:at]) for at in range(len(found) + 1)]
+            before = list(accumulate((mesh.shape[i] for i in found), mul, initial=1))
             if cut.factor not in before:
                 return ()
             found.insert(before.index(cut.factor), m)
@@ -252,26 +251,26 @@ def boxes(
         if prod(map(len, lines)) > BOXES_LIMIT:
             raise _unplaced(f"its split factors cut it into more than {BOXES_LIMIT} pieces")
 
-    local = tuple(sum(n for _, n in runs) for runs in lines)
+    placed_lines = []  # per tensor dim: (start in the whole tensor, start in the part, length)
+    for runs in lines:
+        begin = 0
+        placed_runs = []
+        for start, length in runs:
+            placed_runs.append((start, begin, length))
+            begin += length
+        placed_lines.append(placed_runs)
+
+    local = tuple(runs[-1][1] + runs[-1][2] if runs else 0 for runs in placed_lines)
     if 0 in local:
         return local, []
 
-    starts = []
-    for runs in lines:
-        begin = 0
-        here = []
-        for start, n in runs:
-            here.append((start, begin, n))
-            begin += n
-        starts.append(here)
-
-    return local, [
-        (
-            Box(tuple(s for s, _, _ in runs), tuple(n for _, _, n in runs)),
-            Box(tuple(b for _, b, _ in runs), tuple(n for _, _, n in runs)),
-        )
-        for runs in product(*starts)
-    ]
+    pairs: list[tuple[Box, Box]] = []
+    for corner in product(*placed_lines):
+        lengths = tuple(length for _, _, length in corner)
+        in_whole = Box(tuple(start for start, _, _ in corner), lengths)
+        in_part = Box(tuple(begin for _, begin, _ in corner), lengths)
+        pairs.append((in_whole, in_part))
+    return local, pairs
 
 
 def _share(runs: Sequence[tuple[int, int]], parts: int, index: int, factor: int) -> list[tuple[int, int]]:

@@ -118,11 +118,12 @@ def _lists_numbers(groups: Any) -> bool:
 
 def _list_names(groups: list[Any], names: Mapping[str, str]) -> list[Any]:
     """The groups, each with the names of its parameters alone."""
-    return [
-        {key: value for key, value in group.items() if key != "param_names"}
-        | {"params": [names[str(n)] for n in group["params"]]}
-        for group in groups
-    ]
+    named_groups = []
+    for group in groups:
+        named = {key: value for key, value in group.items() if key != "param_names"}
+        named["params"] = [names[str(number)] for number in group["params"]]
+        named_groups.append(named)
+    return named_groups
 
 
 def _paths(wanted: Wanted, roots: Roots, extras: Mapping[Any, Any], *, kept: bool, whole_numbers: bool) -> list[Path]:
@@ -174,7 +175,8 @@ def _with_param_names(
         groups = value_at(extras, (*root, "param_groups"))
         if not isinstance(groups, list) or not _all_numbers(groups):
             continue
-        model = [Candidate(t.key.name, t.shape) for t in (wanted.tensors[i] for i in order) if t.key.state == MODEL]
+        ordered_tensors = (wanted.tensors[i] for i in order)
+        model = [Candidate(t.key.name, t.shape) for t in ordered_tensors if t.key.state == MODEL]
         moments: dict[int, dict[str, tuple[int, ...]]] = {}
         for path, tensor in zip(paths, wanted.tensors, strict=True):
             if path[: len(root) + 1] == (*root, "state"):
@@ -188,16 +190,20 @@ def _with_param_names(
 
 
 def _name_groups(groups: list[Any], names: Mapping[int, str]) -> list[Any]:
-    return [{**group, "param_names": [names.get(n, str(n)) for n in group["params"]]} for group in groups]
+    named_groups = []
+    for group in groups:
+        param_names = [names.get(number, str(number)) for number in group["params"]]
+        named_groups.append({**group, "param_names": param_names})
+    return named_groups
 
 
 def _all_numbers(groups: list[Any]) -> bool:
-    return all(
-        isinstance(group, Mapping)
-        and isinstance(group.get("params"), list)
-        and all(type(n) is int for n in group["params"])
-        for group in groups
-    )
+    for group in groups:
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), list):
+            return False
+        if any(type(number) is not int for number in group["params"]):
+            return False
+    return True
 
 
 def _check_distinct(wanted: Wanted, paths: Sequence[Path]) -> None:
@@ -274,7 +280,9 @@ def _order(tree: dict[Any, Any], path: Path, attributes: Any) -> dict[Any, Any]:
     node: Any = tree
     for step in path[:-1]:
         node = node.get(step) if isinstance(node, dict) else None
-    here = tree if not path else node.get(path[-1]) if isinstance(node, dict) else None
+    here: Any = tree
+    if path:
+        here = node.get(path[-1]) if isinstance(node, dict) else None
     if type(here) is not dict:
         return tree
     ordered = OrderedMap(here)

@@ -76,10 +76,10 @@ def class_order(names: Iterable[str], model_type: object) -> list[str] | None:
     if model_type not in MODEL_TYPES:
         return None
     early = {word: f"{word}!" for word, types in _EARLY.items() if model_type in types}
-    keys = {
-        name: [int(part) if numeral(part) else _RANKS.get(early.get(part, part), -1) for part in name.split(".")]
-        for name in names
-    }
+    keys: dict[str, list[int]] = {}
+    for name in names:
+        parts = name.split(".")
+        keys[name] = [int(part) if numeral(part) else _RANKS.get(early.get(part, part), -1) for part in parts]
     if any(-1 in key for key in keys.values()):
         return None
     return sorted(keys, key=lambda name: keys[name])
@@ -95,8 +95,10 @@ def tree_order(shapes: Mapping[str, Shape], groups: Sequence[Sequence[Shape | No
     search = _Search(shapes, groups)
     found: dict[tuple[tuple[str, ...], ...], list[str]] = {}
     for taken in search.orders():
-        dealt = tuple(tuple(name for group, name in taken if group == g) for g in range(len(groups)))
-        found.setdefault(dealt, [name for _, name in taken])
+        by_group: list[list[str]] = [[] for _ in groups]
+        for group, name in taken:
+            by_group[group].append(name)
+        found.setdefault(tuple(map(tuple, by_group)), [name for _, name in taken])
         if len(found) > 1:
             return None
     return next(iter(found.values()), None) if search.left > 0 else None

@@ -241,7 +241,9 @@ class _Naming:
                 word = str(step).lower()
                 is_list = word in LISTS and type(path[depth + 1]) is int
                 ema = is_average(word) or is_list or path[: depth + 1] == averaged
-                state = EMA if ema else MASTER if word in MASTER_ROOTS else None
+                state = EMA if ema else None
+                if word in MASTER_ROOTS and not ema:
+                    state = MASTER
                 if state:
                     members.setdefault((state, path[: depth + 1]), []).append(i)
                     break
@@ -295,7 +297,8 @@ class _Naming:
     def _name_as_the_model(self, word: str, members: Sequence[int], live: Mapping[str, tuple[int, ...]]) -> None:
         """Names of the model for averages of a level that have others: those of one part (`g_ema` beside `g`), or
         behind a wrapper (`module.X` in torch's AveragedModel and timm's ModelEma, beside X; or the other way round)."""
-        own = {key.name: i for i in members if (key := self.keys[i]) is not None}
+        keys = ((i, self.keys[i]) for i in members)
+        own = {key.name: i for i, key in keys if key is not None}
         for name in COUNTERS.intersection(own) - live.keys():
             self._extra(own.pop(name))
         if not own or live.keys() >= own.keys():
@@ -450,7 +453,9 @@ class _Naming:
     def _prefixed_ema(self, i: int, word: str) -> bool:
         """`ema.NAME` in a state of dotted keys."""
         root, _, name = word.partition(".")
-        state = EMA if is_average(root) else MASTER if root in MASTER_ROOTS else None
+        state = MASTER if root in MASTER_ROOTS else None
+        if is_average(root):
+            state = EMA
         if len(self.leaves[i].path) == 1 and name and state is not None:
             self.found.setdefault(state, (root,))
             self.keys[i] = TensorKey(clean(name), state)
@@ -567,8 +572,11 @@ def common_prefix(names: Sequence[str], keys: Iterable[str]) -> str | None:
     if not names or not have:
         return None
     tail = names[0]
-    leads = sorted((key[: len(key) - len(tail)] for key in have if key == tail or key.endswith("." + tail)), key=len)
-    return next((lead for lead in leads if all(lead + name in have for name in names)), None)
+    leads = [key.removesuffix(tail) for key in have if key == tail or key.endswith("." + tail)]
+    for lead in sorted(leads, key=len):
+        if all(lead + name in have for name in names):
+            return lead
+    return None
 
 
 def _numbered(groups: Any, parameters: Sequence[Any]) -> bool:

@@ -100,14 +100,13 @@ class Ordered(Hint):
 
     @classmethod
     def read(cls, plain: Any) -> Ordered | None:
-        rows = (
-            [row for row in plain if isinstance(row, list | tuple) and len(row) == 2]
-            if isinstance(plain, list | tuple)
-            else []
-        )
-        known = [
-            (path, row[1]) for row in rows if isinstance(row[1], Mapping) and (path := _as_path(row[0])) is not None
-        ]
+        known: list[tuple[Path, Mapping[Any, Any]]] = []
+        for row in plain if isinstance(plain, list | tuple) else ():
+            if not isinstance(row, list | tuple) or len(row) != 2:
+                continue
+            path = _as_path(row[0])
+            if path is not None and isinstance(row[1], Mapping):
+                known.append((path, row[1]))
         return cls(tuple(known)) if known else None
 
 

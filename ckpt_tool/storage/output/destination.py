@@ -24,7 +24,8 @@ from ckpt_tool.storage.source import Tree
 def url_fault(path: str) -> tuple[str, str] | None:
     """(what is wrong with `path` as a place to write to, what to do instead), None for a path of this machine."""
     scheme = scheme_of(path)
-    if scheme is None and (url := short_url(path)) is not None:
+    url = short_url(path) if scheme is None else None
+    if url is not None:
         return (
             f"{path} is a URL in which a slash is missing",
             f"write {url}, as text and not as a Path; a folder is ./{path}",
