@@ -301,7 +301,9 @@ def _is_code(path: str) -> bool:
 
 def _code_named(tree: Tree, names: Iterable[str]) -> set[str]:
     """Files of code that a config's `auto_map` names, and those that these import: all others are somebody's own."""
-    code = {name for name in names if any(fnmatchcase(name, pattern) for pattern in CODE)}
+    code: set[str] = set()
+    for pattern in CODE:
+        code |= {name for name in names if fnmatchcase(name, pattern)}
     if not code:
         return set()
     waiting = [f"{module}.py" for name in names if _is_config(name) for module in _modules_of(tree, name)]

@@ -279,7 +279,11 @@ def _to_megatron(
     faults: list[CkptError] = []
     filled: list[str] = []
     tried: list[str] = []
-    layouts = (SWIFT,) if wanted == SWIFT else (MEGATRON,) if settings.dora else (MEGATRON, CANONICAL)
+    layouts: tuple[str, ...] = (MEGATRON, CANONICAL)
+    if wanted == SWIFT:
+        layouts = (SWIFT,)
+    elif settings.dora:
+        layouts = (MEGATRON,)
     for dialect in layouts:
         try:
             mapped = _mapping(family, source, dialect, chosen, config)
@@ -417,7 +421,8 @@ def _equal(chosen: Chosen, one: str, other: str) -> bool:
     from ckpt_tool.run.compare import compare
 
     rows = chosen.model
-    (first, a), (second, b) = rows[one], rows[other]
+    first, a = rows[one]
+    second, b = rows[other]
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
     (found,) = compare([(a, b)], chosen.sources[first].tree, chosen.sources[second].tree)
@@ -466,7 +471,7 @@ def _settings(chosen: Chosen, job: Conversion, config: Mapping[str, Any] | None)
     lora = hints.get(LoraHints)
     ranks = _ranks(chosen)
     common = Counter(ranks.values()).most_common(1)[0][0]
-    dora = any((part := part_of(name)) is not None and part.kind == "magnitude" for name in chosen.model)
+    dora = any(part is not None and part.kind == "magnitude" for part in map(part_of, chosen.model))
     if peft is not None:
         return _of_peft(peft.config, ranks, common, path, _topk(config), lenient=job.reading.lenient)
 
@@ -581,8 +586,11 @@ def _targets(modules: Iterable[str]) -> list[str]:
 
 def _lora_hints(mapped: Mapped, dialect: str, settings: AdapterSettings) -> LoraHints:
     """The section `peft` of run_config.yaml as Megatron-Bridge reads it back."""
-    found = [part for made in mapped.made if (part := part_of(made.name)) is not None]
-    kind = "DoRA" if settings.dora else "CanonicalLoRA" if dialect == CANONICAL else "LoRA"
+    parts = (part_of(made.name) for made in mapped.made)
+    found = [part for part in parts if part is not None]
+    kind = "CanonicalLoRA" if dialect == CANONICAL else "LoRA"
+    if settings.dora:
+        kind = "DoRA"
     peft: dict[str, Any] = {
         "_target_": f"megatron.bridge.peft.{_CLASSES[kind]}",
         "target_modules": sorted({_OF_KEY.get(part.key) or part.module.rpartition(".")[2] for part in found}),

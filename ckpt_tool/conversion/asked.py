@@ -38,7 +38,8 @@ def _names_of(chosen: Chosen) -> list[str]:
 
 def may_hold_codes(tensors: Iterable[LogicalTensor | WantedTensor]) -> bool:
     """Has any tensor of the model a dtype in which the codes of quantised weights are stored?"""
-    return any(dtype.name in DTYPES for dtype in {each.dtype for each in tensors if each.key.state == MODEL})
+    dtypes = {each.dtype for each in tensors if each.key.state == MODEL}
+    return any(dtype.name in DTYPES for dtype in dtypes)
 
 
 def always(chosen: Chosen, job: Conversion) -> bool:
@@ -73,8 +74,9 @@ def has_codes(chosen: Chosen, job: Conversion) -> bool:
     """--dequantize, or codes that the target may not hold: parts of states (`exp_avg@codes`), GGUF's blocks."""
     if job.writing.dequantize:
         return True
-    has_coded_states = any("@" in state for state in {row.tensor.key.state for row in chosen.stored})
-    return has_coded_states or any(dtype.coded for dtype in {row.tensor.dtype for row in chosen.stored})
+    states = {row.tensor.key.state for row in chosen.stored}
+    dtypes = {row.tensor.dtype for row in chosen.stored}
+    return any("@" in state for state in states) or any(dtype.coded for dtype in dtypes)
 
 
 # -- under which names -------------------------------------------------------------------------------------------------

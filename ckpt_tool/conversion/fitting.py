@@ -108,7 +108,8 @@ def held(chosen: Chosen, job: Conversion) -> Chosen:
     fmt = job.fmt
     writing = job.writing
     requested = {name for name in writing.states if name != "all"} - set(writing.drop)
-    groups = {state: group_of(state) for state in {row.tensor.key.state for row in chosen.stored}}
+    states = {row.tensor.key.state for row in chosen.stored}
+    groups = {state: group_of(state) for state in states}
     homeless = {state for state, group in groups.items() if state != MODEL and not fmt.holds.has(group)}
     stored = tuple([row for row in chosen.stored if row.tensor.key.state not in homeless])
     reason = f"{fmt.name} has no place for it" if fmt.holds.all_states else f"{fmt.name} holds the model only"
@@ -210,7 +211,7 @@ def _refuse_to_lose_masters(chosen: Chosen, stored: Iterable[Stored]) -> None:
         return
     gone = {tensor.key.name for tensor in chosen.removed}
     written = {row.tensor.key.name for row in stored}
-    written |= {name for name, made in chosen.names.items() if any(to in written for to in made)}
+    written |= {name for name, made in chosen.names.items() if not written.isdisjoint(made)}
     for opened in holders:
         keys = opened.catalog.tensors
         alone = [key.name for key in keys if key.state == MASTER and TensorKey(key.name) not in keys]

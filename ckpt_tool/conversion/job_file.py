@@ -160,13 +160,11 @@ def _k8s(work: _Work, path: str) -> str:
     gpu = ', "nvidia.com/gpu": 1' * work.gpu
     at = f"          workingDir: {_yaml(work.at)}\n"
 
-    mounts, volumes = (
-        "".join(f"{line.format(number, _yaml(folder))}\n" for number, folder in enumerate(work.folders))
-        for line in (
-            "            - {{name: data-{0}, mountPath: {1}}}",
-            "        - {{name: data-{0}, persistentVolumeClaim: {{claimName: YOUR-CLAIM}}}}",
-        )
-    )
+    mounts = ""
+    volumes = ""
+    for number, folder in enumerate(work.folders):
+        mounts += f"            - {{name: data-{number}, mountPath: {_yaml(folder)}}}\n"
+        volumes += f"        - {{name: data-{number}, persistentVolumeClaim: {{claimName: YOUR-CLAIM}}}}\n"
 
     return f"""{_head("kubectl apply -f", path, work.plan_file)}\
 # Change: YOUR-IMAGE, in which `ckpt` is installed; YOUR-CLAIM, a volume that many nodes may write

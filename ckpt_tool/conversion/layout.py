@@ -123,12 +123,12 @@ def layout_of(chosen: Chosen, wanted: Wanted, fmt: Format, writing: Writing) -> 
             )
         degrees = {name: size for name, size in degrees.items() if name not in foreign}
 
-    cuts = {
-        row.tensor.key.name: dim
-        for row in chosen.stored
-        if row.tensor.key.state == MODEL
-        and (dim := _cut_dim(row.tensor, chosen.sources[row.source].catalog.mesh)) is not None
-    }
+    cuts: dict[str, int] = {}
+    for row in chosen.stored:
+        if row.tensor.key.state == MODEL:
+            dim = _cut_dim(row.tensor, chosen.sources[row.source].catalog.mesh)
+            if dim is not None:
+                cuts[row.tensor.key.name] = dim
     zero = fmt.holds.zero if writing.zero is None else writing.zero
 
     return lay_out(

@@ -551,7 +551,8 @@ def _as_asked(config: Mapping[str, Any] | None, writing: Writing) -> Mapping[str
         if "vocab_size" in changed:
             changed["vocab_size"] = writing.vocab_size
         for key in ("text_config", "thinker_config"):
-            if isinstance(inner := changed.get(key), Mapping):
+            inner = changed.get(key)
+            if isinstance(inner, Mapping):
                 changed[key] = _as_asked(inner, replace(writing, tied_head=None))
     return changed
 

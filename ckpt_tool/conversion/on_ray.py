@@ -45,7 +45,8 @@ def work(
 
     plan = read_plan(document, "the plan sent by the driver")
     try:
-        trees = {root: open_tree(root) for root in dict.fromkeys(file.root for file in plan.sources)}
+        roots = dict.fromkeys(file.root for file in plan.sources)
+        trees = {root: open_tree(root) for root in roots}
         result = execute(plan, trees, writing, Silent(), recorded=recorded, worker=new_worker(), replaced=replaced)
     except OutputExists as e:
         done = e.code == "E0501" and is_committed(plan)

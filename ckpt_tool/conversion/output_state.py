@@ -57,6 +57,8 @@ def is_committed(plan: Plan) -> bool:
 
     bucket = output_store(place.url)
     committed = is_committed(plan, bucket)
-    if committed and plan_of(records := bucket.at_url(staging_url(place.url))) == plan.identifier():
-        remove_records(records)
+    if committed:
+        records = bucket.at_url(staging_url(place.url))
+        if plan_of(records) == plan.identifier():
+            remove_records(records)
     return committed

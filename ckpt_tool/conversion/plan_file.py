@@ -109,7 +109,11 @@ def _parsed(path: Path) -> Any:
 
 def _unlike(value: Any, form: Any, where: str) -> Iterator[str]:
     """What of `value` is not as the form says, in words."""
-    kind = dict if isinstance(form, Mapping) else list if isinstance(form, list) else form
+    kind = form
+    if isinstance(form, Mapping):
+        kind = dict
+    elif isinstance(form, list):
+        kind = list
     if type(value) is not kind:
         names = {dict: "an object", list: "a list", str: "a string", int: "a whole number"}
         yield f"{where}: expected {names[kind]}, got {value!r:.40}"

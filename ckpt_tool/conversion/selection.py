@@ -96,7 +96,8 @@ def wanted_tensors(chosen: Chosen, job: Conversion) -> Chosen:
     keys = [*catalog.tensors, *unread] if unread else catalog.tensors
     kept, removed = split_keys(keys, remove=writing.remove_keys, keep=writing.keep_keys, model_only=writing.model_only)
     if unread:
-        kept, removed = ([key for key in part if key in catalog.tensors] for part in (kept, removed))
+        kept = [key for key in kept if key in catalog.tensors]
+        removed = [key for key in removed if key in catalog.tensors]
     if removed:
         from ckpt_tool.quantised.keep_together import keep_parts_together
 

@@ -112,9 +112,13 @@ def _refuse_unsaid(chosen: Chosen, why: str, hint: str) -> None:
         raise UsageError(f"nothing would say how the weights are quantised: {why}", code="E2722", hint=hint)
 
 
+def _is_code(path: str) -> bool:
+    return any(fnmatchcase(path, pattern) for pattern in CODE)
+
+
 def _with_side_files(target: Target, chosen: Chosen, fmt: Format, wanted: Wanted, writing: Writing) -> Target:
     target = _unnested(target) if fmt.holds.dialect == "hf" else target
-    code = [file.path for file in target.files if any(fnmatchcase(file.path, pattern) for pattern in CODE)]
+    code = [file.path for file in target.files if _is_code(file.path)]
     if code:
         target = target.noted(f"code is copied as text, and not run: {', '.join(sorted(code))}")
     if fmt.holds.adapter:
@@ -136,7 +140,8 @@ def _with_side_files(target: Target, chosen: Chosen, fmt: Format, wanted: Wanted
         from ckpt_tool.conversion.config_fit import check_config_fits
 
         notes += check_config_fits(config, chosen, wanted)
-    target, copied = target.noted(*notes), next((file for file in target.files if file.path == NAME), None)
+    target = target.noted(*notes)
+    copied = next((file for file in target.files if file.path == NAME), None)
     if (copied or _makes_one(chosen, fmt)) and (copied is None or config != before or copied.copy_of is None):
         data = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
         files = tuple(file for file in target.files if file is not copied)

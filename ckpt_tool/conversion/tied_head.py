@@ -115,11 +115,11 @@ def refuse_to_lose_copies(chosen: Chosen, left_out: Collection[str]) -> None:
     copies = [(name, of) for name in left_out for end, of in _OF_MTP.items() if name.endswith(end) and name != of]
     if pair is not None and pair[0] in left_out:
         copies.append(pair)
-    unlike = [
-        f"{copy} is not {of}: {what}"
-        for copy, of in copies
-        if {copy, of} <= names and (what := _difference(chosen, copy, of))
-    ]
+    unlike = []
+    for copy, of in copies:
+        what = _difference(chosen, copy, of) if {copy, of} <= names else ""
+        if what:
+            unlike.append(f"{copy} is not {of}: {what}")
     if unlike:
         raise InconsistentCheckpoint(
             f"the target keeps one of two tensors that should be copies, and {unlike[0]}",
@@ -255,7 +255,8 @@ def _difference(chosen: Chosen, head: str, embedding: str) -> str:
     from ckpt_tool.run.compare import compare
 
     rows = chosen.model
-    (one, a), (other, b) = rows[head], rows[embedding]
+    one, a = rows[head]
+    other, b = rows[embedding]
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return f"{_described(a)} and {_described(b)}"
     (found,) = compare([(a, b)], chosen.sources[one].tree, chosen.sources[other].tree)

@@ -111,11 +111,15 @@ def _refuse_one_name(names: Mapping[str, str]) -> None:
 def _renamed(chosen: Chosen, names: Mapping[str, str]) -> Chosen:
     """`chosen` under other names, one for each; the optimizer's groups and what is known of its numbers too."""
     moved = {name: (bare,) for name, bare in names.items()}
-    earlier = {old: tuple(names.get(new, new) for new in made) for old, made in chosen.names.items()}
+    earlier: dict[str, tuple[str, ...]] = {}
+    for old, made in chosen.names.items():
+        earlier[old] = tuple(names.get(name, name) for name in made)
     hints = chosen.all_hints
     roots = hints.get(Roots)
     if roots is not None and roots.ids:
-        ids = {path: {n: names.get(name, name) for n, name in known.items()} for path, known in roots.ids.items()}
+        ids = {}
+        for path, known in roots.ids.items():
+            ids[path] = {number: names.get(name, name) for number, name in known.items()}
         hints = hints.having(replace(roots, ids=ids))
     numbered = {name for known in roots.ids.values() for name in known.values()} if roots is not None else set()
 

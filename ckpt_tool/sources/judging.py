@@ -76,7 +76,8 @@ class Judge:
     @cached_property
     def _kinds(self) -> Mapping[str, Mapping[str, str]]:
         """Of every step that can be listed the parts of a training state; of the others it is not known."""
-        return {step.name: kinds for step in self.run.steps if (kinds := _kinds(self.run.of(step))) is not None}
+        kinds_of = ((step.name, _kinds(self.run.of(step))) for step in self.run.steps)
+        return {name: kinds for name, kinds in kinds_of if kinds is not None}
 
     def _look(self, step: RunStep) -> Judged:
         """What a step is. Whatever readers made of a file that could not be read, the step is unknown then."""

@@ -457,7 +457,8 @@ def _claimed_beside(tree: Tree, folders: Collection[str]) -> bool:
 
 def _role(tree: Tree, reading: Reading) -> tuple[Tree, str]:
     """The tree itself, or the one model that a step of reinforcement learning holds (verl's `global_step_N/actor`)."""
-    there = [role for role in ROLES if any(path.startswith(f"{role}/") for path in tree.listing())]
+    tops = {path.partition("/")[0] for path in tree.listing() if "/" in path}
+    there = [role for role in ROLES if role in tops]
     if not there or reading.from_format or any(map(_lies_here, registry.claims(tree))):
         return tree, ""
     if len(there) > 1:

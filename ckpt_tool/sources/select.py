@@ -118,8 +118,11 @@ def _matched(
     from ckpt_tool.core.patterns import Names
 
     known = Names(key.name for key in keys)
-    (hits, misses), (kept, others) = known.matched(remove), known.matched(keep)
-    return hits | (set(known.names) - kept if keep else set()), [*misses, *others], known.names
+    removed, idle_removes = known.matched(remove)
+    kept, idle_keeps = known.matched(keep)
+    if keep:
+        removed |= set(known.names) - kept
+    return removed, [*idle_removes, *idle_keeps], known.names
 
 
 def removed_rows(tensors: Iterable[LogicalTensor]) -> list[dict[str, object]]:

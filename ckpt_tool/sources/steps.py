@@ -103,7 +103,8 @@ def steps_in(tree: Tree) -> list[str]:
 
 def runs_in(tree: Tree) -> list[str]:
     """The folders of a run in which its steps may lie."""
-    return [name for name in RUNS if any(path.startswith(f"{name}/") for path in tree.listing())]
+    tops = {path.partition("/")[0] for path in tree.listing() if "/" in path}
+    return [name for name in RUNS if name in tops]
 
 
 def pointed(text: str, there: Callable[[str], bool]) -> str:
@@ -146,7 +147,11 @@ def _run_in(tree: Tree, src: str) -> Run:
     if tree.single is not None:
         return Run(src, (), ())
     entries = entries_of(tree)
-    found = {step.name: step for name in entries if (step := step_of(name, numbers=True)) and _fits(name, entries)}
+    found: dict[str, RunStep] = {}
+    for name in entries:
+        step = step_of(name, numbers=True)
+        if step and _fits(name, entries):
+            found[step.name] = step
     texts = _pointer_texts(tree, entries)
     pointers = tuple(RunPointer(file, pointed(text, entries.__contains__)) for file, text in texts.items() if text)
     blank_pointers = tuple(file for file, text in texts.items() if not text)

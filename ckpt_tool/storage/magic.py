@@ -75,7 +75,10 @@ def _recognise(head: bytes) -> tuple[str, str] | None:
         return "a bare pickle", "it is never executed; pass --from torch if it is a torch file"
 
     if len(head) > 4 and (0x81 <= head[0] <= 0x8F or head[0] in (0xDE, 0xDF)):
-        key = head[1:] if head[0] < 0xDE else head[3:] if head[0] == 0xDE else head[5:]
+        if head[0] < 0xDE:  # the number of pairs is in the first byte, in two more, in four more
+            key = head[1:]
+        else:
+            key = head[3:] if head[0] == 0xDE else head[5:]
         if key and 0xA1 <= key[0] <= 0xBF and key[1 : 1 + (key[0] & 31)].isascii():
             way = "flax.serialization.msgpack_restore reads it: save its arrays as safetensors"
             return "a MessagePack file (Flax?)", way

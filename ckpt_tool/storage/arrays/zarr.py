@@ -387,7 +387,8 @@ class _Header:
             self.refused(f"a data_type {str(spelled)[:80]!r}", _CAST)
         if raw.get("storage_transformers"):
             self.refused("storage_transformers")
-        grid, (encoding, how) = self.named(raw.get("chunk_grid")), self.named(raw.get("chunk_key_encoding"))
+        grid = self.named(raw.get("chunk_grid"))
+        encoding, how = self.named(raw.get("chunk_key_encoding"))
         if grid[0] != "regular" or encoding not in ("default", "v2"):
             self.refused(f"a chunk_grid {grid[0][:40]!r} with keys {encoding[:40]!r}")
         shape = self.sizes(raw.get("shape"), "shape", 0)
@@ -448,7 +449,8 @@ class _Header:
         if prod(whole // part for whole, part in zip(chunk, shape, strict=True)) > MOST_CHUNKS:
             self.damaged(f"shards of {list(chunk)} in chunks of {list(shape)}")
         order, codec, _ = self.codecs(config.get("codecs"), shape, inner=True)
-        if not isinstance(given := config.get("index_codecs"), list):
+        given = config.get("index_codecs")
+        if not isinstance(given, list):
             self.damaged("index_codecs is no list")
         index = [self.named(each) for each in given]
         names = [name for name, _ in index]

@@ -77,7 +77,9 @@ def statuses(folder: int) -> list[PartStatus]:
         units = {line["unit"]: int(line.get("bytes", 0)) for line in lines if type(line.get("unit")) is int}
         earlier = {line["unit"] for line in lines[: runs[-1]] if type(line.get("unit")) is int} if runs else set()
         running, last = held(folder, name)
-        state = "done" if lines and lines[-1].get("part") else "running" if running else "dead"
+        state = "running" if running else "dead"
+        if lines and lines[-1].get("part"):
+            state = "done"
         found.append(
             PartStatus(
                 part_of(name),

@@ -199,7 +199,9 @@ class Staging:
             lines = self._read(name, first=True)
             part = journal.part_of(name)
             worker = journal.worker_of(name)
-            what = f"part {part[0]}/{part[1]}" if part else "a worker" if worker else "the whole output"
+            what = "a worker" if worker else "the whole output"
+            if part:
+                what = f"part {part[0]}/{part[1]}"
             if lines and lines[0]["plan"] != self.plan_id:
                 raise SourceChanged(
                     f"{what} was started with another plan",

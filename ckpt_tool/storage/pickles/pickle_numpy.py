@@ -164,7 +164,11 @@ def _filled(array: NumpyArray, shape: Any, dtype: Any, *, fortran: bool, data: A
         array.data = data
         return array
 
-    have = data.nbytes if type(data) is StorageSpan else len(data) if type(data) is bytes else -1
+    have = -1
+    if type(data) is StorageSpan:
+        have = data.nbytes
+    elif type(data) is bytes:
+        have = len(data)
     if have != prod(shape) * item_nbytes(code):
         raise _fault(f"a NumPy array of shape {list(shape)[:8]} of {code} has {have} bytes")
 

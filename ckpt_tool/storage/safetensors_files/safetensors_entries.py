@@ -350,7 +350,8 @@ def _entry(member: JsonMember, path: str, warnings: list[str]) -> _Entry:
         _check_integers(value[field], field, fault)
     if extra := sorted(value.keys() - {"dtype", "shape", "data_offsets"}):
         warnings.append(f"tensor {name[:200]}: unknown field {', '.join(key[:50] for key in extra[:5])}, not copied")
-    shape, (begin, end) = tuple(value["shape"]), value["data_offsets"]
+    shape = tuple(value["shape"])
+    begin, end = value["data_offsets"]
     if begin > end:
         raise fault(OFFSETS, f"begin {begin} is after end {end}", "data_offsets", hint=faulty_writer)
     bits = prod(shape) * DTYPES[dtype].bits

@@ -162,7 +162,8 @@ def _errors() -> tuple[type[BaseException], ...]:
     found: list[type[BaseException]] = [OSError, ValueError, NotImplementedError]
     for module, names in _FOREIGN:
         loaded = sys.modules.get(module)
-        found += [kind for name in names if isinstance(kind := getattr(loaded, name, None), type)]
+        kinds = (getattr(loaded, name, None) for name in names)
+        found += [kind for kind in kinds if isinstance(kind, type)]
     return tuple(kind for kind in found if not issubclass(kind, CkptError))
 
 

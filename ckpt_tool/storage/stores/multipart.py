@@ -251,8 +251,9 @@ class WritableBucket(PutsWhole):
     # -- parts ------------------------------------------------------------------------------------------------------
 
     def begin(self, key: str, notes: Mapping[str, str]) -> str:
-        if self._crcs and (found := self._begin_with_crcs(key, notes)):
-            return _CRC + found
+        with_crcs = self._begin_with_crcs(key, notes) if self._crcs else ""
+        if with_crcs:
+            return _CRC + with_crcs
         self._crcs = False
         upload: str = self._request("create_multipart_upload", key, Metadata=dict(notes))["UploadId"]
         return upload

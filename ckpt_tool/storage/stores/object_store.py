@@ -26,7 +26,8 @@ from ckpt_tool.storage.stores.store import Again, ObjectChanged, Parts, StoreEnt
 
 T = TypeVar("T")
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
-CONNECT, STALL = timedelta(seconds=5), timedelta(seconds=15)  # a connection, a body that stands still
+CONNECT = timedelta(seconds=5)  # how long a connection may take
+STALL = timedelta(seconds=15)  # how long a body may send nothing
 SOME = 256 << 10  # bytes of an answer that are taken over at once: of whole answers malloc makes the pages anew
 # What else is given makes the client panic, which is no Exception in Python.
 _ENDPOINT = re.compile(r"https?://(?:[^@/?#\s]*@)?(?:[\w.-]+|\[[0-9A-Fa-f:.]+\])(?::\d+)?(?:[/?#]\S*)?")

@@ -94,7 +94,8 @@ class StoreClaims:
         self._began = time.time()
         self._ended = ""
         self._beat_at = time.monotonic()
-        self._stop, self._beating = threading.Event(), threading.Thread(target=self._go_on, daemon=True)
+        self._stop = threading.Event()
+        self._beating = threading.Thread(target=self._go_on, daemon=True)
         self.moving: Callable[[], int] = lambda: 0  # bytes of the share that is being done
 
     # -- begin and end ------------------------------------------------------------------------------------------------
@@ -362,10 +363,14 @@ def _status(name: str, data: bytes, listing: StoreListing) -> journal.PartStatus
     lines = journal.parsed(data)
     modified = listing.objects[name].modified
     about = lines[0].get("worker", {}) if lines else {}
-    alive = modified > listing.now - LEASE and not about.get("ended")
+    state = "dead"
+    if modified > listing.now - LEASE and not about.get("ended"):
+        state = "running"
+    elif about.get("ended") == "done":
+        state = "done"
     return journal.PartStatus(
         journal.part_of(name),
-        "running" if alive else "done" if about.get("ended") == "done" else "dead",
+        state,
         int(about.get("units", 0)),
         int(about.get("of_units", 0)),
         int(about.get("bytes", 0)),
