@@ -198,7 +198,10 @@ def dealt(
 ) -> list[Members]:
     """What of a chain's parameters one data rank was dealt. dense, experts: (its number, how many ranks there are)
     among those that share dense parameters, parallel experts."""
-    shares: list[Members] = [list(map(list[RankArray], [()] * len(members))) for members in every]
+    shares: list[Members] = []
+    for members in every:
+        shares.append([[] for _ in members])
+
     places: list[tuple[list[RankArray], bool, RankArray]] = []  # where an array goes, is it an expert's, the array
     for group_shares, members, optimizer in zip(shares, every, chain, strict=True):
         for share, arrays, group in zip(group_shares, members, groups_of(optimizer), strict=True):
