@@ -44,14 +44,13 @@ _LIMIT = 16 << 20  # bytes
 
 
 class Adapter(NamedTuple):
-    """tensors: those of its model state, shaped as PEFT shapes them. paddle: its names are Paddle's, not the hub's.
-    inside: it is inside the base itself (`adapters.inside`)."""
+    """An opened adapter."""
 
     opened: Opened
     settings: Settings
-    tensors: tuple[LogicalTensor, ...]
-    paddle: bool = False
-    inside: bool = False
+    tensors: tuple[LogicalTensor, ...]  # those of its model state, shaped as PEFT shapes them
+    paddle: bool = False  # its names are Paddle's, not the hub's
+    inside: bool = False  # it is inside the base itself (`adapters.inside`)
 
 
 def open_adapter(src: str, reading: Reading, weight: float, config: Mapping[str, Any] | None = None) -> Adapter:

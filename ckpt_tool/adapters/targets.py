@@ -91,14 +91,13 @@ Change = Low | Bias | Tokens | ReplacedTensor
 
 
 class Matched(NamedTuple):
-    """changes: base tensor -> what the adapter does to it. faults: one line each; missing: base tensors that it asks
-    for; absent: what its config names and it lacks."""
+    """An adapter's changes, by the tensors of the base that they belong to."""
 
-    changes: Mapping[str, list[Change]]
-    faults: tuple[str, ...]
-    missing: tuple[str, ...]
+    changes: Mapping[str, list[Change]]  # base tensor -> what the adapter does to it
+    faults: tuple[str, ...]  # one line each
+    missing: tuple[str, ...]  # base tensors that it asks for
     notes: tuple[str, ...]
-    absent: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()  # what its config names and it lacks
 
 
 def match(

@@ -48,15 +48,14 @@ _SEVERITIES: Mapping[str, Severity] = {
 
 
 class FoundFault(NamedTuple):
-    """tensor, file: where; None where it is about the whole. do: what to do, where there is more to say than the
-    catalogue does. seen: (name, address) of the reports of an exporter that does this."""
+    """A finding of an audit."""
 
     code: str
     message: str
-    tensor: str | None = None
-    file: str | None = None
-    do: str = ""
-    seen: tuple[tuple[str, str], ...] = ()
+    tensor: str | None = None  # where; None where it is about the whole
+    file: str | None = None  # where; None where it is about the whole
+    do: str = ""  # what to do, where there is more to say than the catalogue does
+    seen: tuple[tuple[str, str], ...] = ()  # (name, address) of the reports of an exporter that does this
 
 
 def rows_of(findings: Iterable[FoundFault]) -> list[dict[str, Any]]:

@@ -28,21 +28,19 @@ Shape = tuple[int, ...]
 
 
 class Subject(NamedTuple):
-    """kinds: dtype and shape of each parameter. weights: the same where each quantised weight is one, of the shape that
-    its floats have and the dtype of its codes. quantised: what of it is. state: which state they are of. found: None
-    where no family is known, why says so. arguments: the config in Megatron's words, {} where it says too little.
-    asked: by --family."""
+    """A checkpoint as its audit sees it."""
 
     opened: Opened
     model: ModelConfig
-    kinds: Mapping[str, TensorKind]
+    kinds: Mapping[str, TensorKind]  # dtype and shape of each parameter
+    # as `kinds`, but a quantised weight is one tensor: with the shape of its floats and the dtype of its codes
     weights: Mapping[str, TensorKind]
-    quantised: Quantised
-    state: str
+    quantised: Quantised  # which weights are quantised
+    state: str  # the state that `kinds` lists
     found: FamilyMatch | None
-    why: str
-    arguments: Mapping[str, Any]
-    asked: bool = False
+    why: str  # why no family is known, where none is
+    arguments: Mapping[str, Any]  # the config in Megatron's words, {} where it says too little
+    asked: bool = False  # by --family
 
     @property
     def sure(self) -> bool:

@@ -433,18 +433,16 @@ def _equal(chosen: Chosen, one: str, other: str) -> bool:
 
 
 class AdapterSettings(NamedTuple):
-    """rank: of most modules; alpha: of all, so that the scaling of each is alpha / its rank. base: where it comes from.
-    plain: PEFT's config or the run's section, as the source has it. normalized: experts have rank / topk
-    (`normalize_moe_lora`). rslora: the scaling is alpha / sqrt(rank)."""
+    """The settings of an adapter, whichever system they come from."""
 
-    rank: int
-    alpha: float
+    rank: int  # of most modules
+    alpha: float  # of all, so that the scaling of each is alpha / its rank
     dropout: float
     dora: bool
-    base: str
-    plain: Mapping[str, Any]
-    normalized: bool = False
-    rslora: bool = False
+    base: str  # the model that the adapter was trained on
+    plain: Mapping[str, Any]  # PEFT's config or the run's section, as the source has it
+    normalized: bool = False  # experts have rank / topk (`normalize_moe_lora`)
+    rslora: bool = False  # the scaling is alpha / sqrt(rank)
 
 
 def _ranks(chosen: Chosen) -> dict[str, int]:

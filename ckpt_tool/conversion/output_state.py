@@ -15,13 +15,12 @@ from ckpt_tool.storage.output.staging import statuses_of
 
 
 class OutputState(NamedTuple):
-    """there: does the output lie there? parts: how far each process is, none where nobody has begun or all is
-    committed. done, of: bytes of the whole, whoever moved them; 0 where only the parts say."""
+    """How far an output is."""
 
-    there: bool
-    parts: Sequence[PartStatus]
-    done: int = 0
-    of: int = 0
+    there: bool  # does the output exist?
+    parts: Sequence[PartStatus]  # how far each process is, none where nobody has begun or all is committed
+    done: int = 0  # bytes of the whole, whoever moved them; 0 where only the parts say
+    of: int = 0  # bytes of the whole, whoever moved them; 0 where only the parts say
 
     @property
     def moved(self) -> int:

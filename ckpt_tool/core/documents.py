@@ -347,7 +347,7 @@ class DeltaResult(TypedDict):
 
 
 class Difference(TypedDict):
-    """A tensor that differs. `left` and `right`: the shapes or the dtypes, where they are what differs."""
+    """A tensor that differs."""
 
     name: str
     state: str
@@ -358,7 +358,7 @@ class Difference(TypedDict):
     elements: NotRequired[int]
     rel_l2: NotRequired[float | None]
     cosine: NotRequired[float | None]
-    left: NotRequired[list[int] | str]
+    left: NotRequired[list[int] | str]  # the shape or the dtype, where it is what differs
     right: NotRequired[list[int] | str]
     values_equal: NotRequired[bool]  # of two dtypes: are the numbers equal?
 

@@ -75,20 +75,17 @@ class _Constants(Structure):
 
 
 class Flat(NamedTuple):
-    """Addresses of flat buffers of so many elements on the device. ema, parameter: 0 where there is none.
-
-    gradient_kind, parameter_kind: F32 or BF16; the others are F32.
-    """
+    """Addresses of flat buffers of so many elements on the device."""
 
     elements: int
     gradient: int
     master: int
     exp_avg: int
     exp_avg_sq: int
-    ema: int = 0
-    parameter: int = 0
-    gradient_kind: str = "F32"
-    parameter_kind: str = "BF16"
+    ema: int = 0  # 0 where there is none
+    parameter: int = 0  # 0 where there is none
+    gradient_kind: str = "F32"  # F32 or BF16; the others are F32
+    parameter_kind: str = "BF16"  # F32 or BF16; the others are F32
 
 
 def step(

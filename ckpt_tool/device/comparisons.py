@@ -58,21 +58,17 @@ _NONE = (1 << 64) - 1
 
 
 class DeviceDifference(NamedTuple):
-    """What differs in a box. elements: with other bits; first: the number of the first, row by row, -1 where none
-    differs.
+    """What differs in a box."""
 
-    ulp: the greatest distance in units in the last place. gap: the greatest absolute difference among the `finite`
-    elements whose difference is finite; 0.0 where there is none. nans: elements that differ though both are NaN.
-    bad_left, bad_right: elements of each side that are NaN or infinite, or BOOL bytes other than 0 and 1, whether they
-    differ or not. Types below a byte are compared as bytes, without distances.
-    """
-
-    elements: int
-    first: int
-    ulp: int
+    elements: int  # how many have other bits
+    first: int  # the number of the first that differs, row by row; -1 where none does
+    ulp: int  # the greatest distance in units in the last place
+    # the greatest absolute difference among the `finite` elements whose difference is finite; 0.0 where there is none
     gap: float
     finite: int
-    nans: int
+    nans: int  # elements that differ though both are NaN
+    # bad_left, bad_right: elements of each side that are NaN or infinite, or BOOL bytes other than 0 and 1, whether
+    # they differ or not. Types below a byte are compared as bytes, without distances
     bad_left: int
     bad_right: int
 

@@ -163,8 +163,7 @@ class Variant(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Family:
-    """One model architecture. classes: the classes of transformers that have its tensors. axes: {axis: expression of
-    the config}; `{axis}` in a name counts below its size.
+    """One model architecture.
 
     hub: the table of dialect `hf`; dialects: the others, as text or as a variant. Tables are parsed when first
         used.
@@ -185,8 +184,8 @@ class Family:
     """
 
     name: str
-    classes: tuple[ModelClass, ...]
-    axes: Mapping[str, str]
+    classes: tuple[ModelClass, ...]  # the classes of transformers that have its tensors
+    axes: Mapping[str, str]  # {axis: expression of the config}; `{axis}` in a name counts below its size
     hub: str
     dialects: Mapping[str, str | Variant] = field(default_factory=dict)
     own: tuple[str, ...] = ()

@@ -25,13 +25,12 @@ DType = Literal["bf16", "fp32"]
 
 
 class ParameterShape(NamedTuple):
-    """One hub tensor. `room`: "embed", "head" or the global layer number as text. `cut`: the dim that TP cuts, None:
-    replicated."""
+    """One tensor of the model under its hub name."""
 
     name: str
     shape: tuple[int, ...]
-    room: str
-    cut: int | None = None
+    room: str  # "embed", "head" or the global layer number as text
+    cut: int | None = None  # the dim that TP cuts; None where it is replicated
     expert: int | None = None
     dtype: DType = "bf16"
     std: float = 0.0  # of the initial values; 0 means ones (a norm)

@@ -68,19 +68,16 @@ class LayerSlice:
 
 @dataclass(frozen=True, slots=True)
 class MergeJob:
-    """A merge, as asked for. sliced: the slices' layers are laid end to end; otherwise the one slice is whole models.
-
-    dtype: what is written, None for what the models have. any_tokenizer: different tokenizers were allowed in words.
-    """
+    """A merge, as asked for."""
 
     method: Method
     slices: tuple[LayerSlice, ...]
     base: str | None = None
     settings: Settings = field(default_factory=dict)
-    sliced: bool = False
-    dtype: str | None = None
+    sliced: bool = False  # the slices' layers are laid end to end; otherwise the one slice is whole models
+    dtype: str | None = None  # what is written, None for what the models have
     seed: int = 0
-    any_tokenizer: bool = False
+    any_tokenizer: bool = False  # different tokenizers were allowed in words
     notes: tuple[str, ...] = ()
     called: str = ""  # the method as it was asked for, where it is another's name: `average` is a `linear`
     newest: str | None = None  # of an average over steps, the model whose counters, extras and config the output takes

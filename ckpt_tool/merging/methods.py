@@ -16,28 +16,26 @@ Base = Literal["none", "optional", "needed"]
 
 
 class MethodParameter(NamedTuple):
-    """default: None where the parameter must be given. low, high: the bounds of a number, both included unless
-    `above`."""
+    """One parameter of a merge method."""
 
     scope: Scope
-    default: float | bool | None
+    default: float | bool | None  # None where the parameter must be given
     kind: Literal["number", "flag"] = "number"
-    low: float = float("-inf")
-    high: float = float("inf")
+    low: float = float("-inf")  # the bounds of a number, both included unless `above`
+    high: float = float("inf")  # the bounds of a number, both included unless `above`
     above: bool = False  # low itself is out
     optional: bool = False  # None is a value: nothing
 
 
 class Method(NamedTuple):
-    """least, most: models, the base counted. trim: how task vectors are trimmed
-    (`merging.task_vectors.Trim.kind`)."""
+    """A merge method."""
 
     name: str
     base: Base
     parameters: Mapping[str, MethodParameter]
-    least: int = 1
-    most: int | None = None
-    trim: str | None = None
+    least: int = 1  # models, the base counted
+    most: int | None = None  # models, the base counted
+    trim: str | None = None  # how task vectors are trimmed (`merging.task_vectors.Trim.kind`)
     consensus: bool = False
 
     @property

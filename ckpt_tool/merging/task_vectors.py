@@ -50,17 +50,15 @@ LEAST_WEIGHT = 1e-8  # sums of weights that nothing is divided by
 
 
 class Trim(NamedTuple):
-    """What of a task vector stays. density: the share, in (0, 1]; 1 keeps all.
+    """What of a task vector stays."""
 
-    kind: `largest`; `crumbs` (all but the `gamma` largest, then the largest); `chance`; `ranks` (by chance, density +-
-    epsilon by rank in the row of the last axis). key: of the numbers that chance draws.
-    """
-
+    # `largest`; `crumbs` (all but the `gamma` largest, then the largest); `chance`; `ranks` (by chance, density +-
+    # epsilon by rank in the row of the last axis)
     kind: Literal["largest", "crumbs", "chance", "ranks"]
-    density: float
+    density: float  # the share, in (0, 1]; 1 keeps all
     gamma: float = 0.0
     epsilon: float = 0.0
-    key: Stream = (0, 0)
+    key: Stream = (0, 0)  # seeds the random numbers
 
     def asks(self, model: int, numel: int) -> list[Ask]:
         """The order statistics that it takes."""
@@ -76,18 +74,14 @@ class Trim(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TaskVectors(Tiled):
-    """inputs: the base, then the models. weights, trims: one for each model, a trim of None for none.
+    """Task vectors added to the base. The inputs are the base, then the models."""
 
-    factor: lambda. consensus: only elements of the sign of their sum count. rescale: a trimmed vector is made as large
-    again as it was, by the sums of the magnitudes.
-    """
-
-    weights: tuple[float, ...]
-    trims: tuple[Trim | None, ...]
-    consensus: bool
+    weights: tuple[float, ...]  # one for each model
+    trims: tuple[Trim | None, ...]  # one for each model, None where its task vector is not trimmed
+    consensus: bool  # only elements of the sign of their sum count
     normalize: bool
-    rescale: bool
-    factor: float = 1.0
+    rescale: bool  # a trimmed vector is made as large again as it was, by the sums of the magnitudes
+    factor: float = 1.0  # lambda
     selection: Selection = field(init=False)
     sums: WalkOutcome[Doubles, Doubles, Doubles] = field(init=False)
 

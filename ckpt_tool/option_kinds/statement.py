@@ -27,29 +27,27 @@ G = TypeVar("G")
 
 
 class Option(NamedTuple):
-    """One option.
-
-    parse: text, or the value itself, as the value; raises BadValue. kind: `values` may be repeated, a `pair` takes two
-    words, a `switch` is on, off (its last name) or left alone, a `count` counts how often it stands there. field: of
-    the group, that it fills: whole, or with `entry` under its own keyword in a mapping, or with `constant` where it is
-    given. system: the system that it is for alone, which is its heading in the help. by_format: only some formats can
-    use it (`formats.base.Holds.uses_options`). renames: it changes names or structure, which some verbs keep."""
+    """One option."""
 
     section: Section
     help: str
-    parse: Callable[[Any], Any]
+    parse: Callable[[Any], Any]  # text, or the value itself, as the value; raises BadValue
     metavar: str = ""
+    # `values` may be repeated, a `pair` takes two words, a `switch` is on, off (its last name) or left alone, a `count`
+    # counts how often it stands there
     kind: Kind = "value"
     keyword: str = ""
     names: tuple[str, ...] = ()
     default: bool | None = False  # of a flag or a switch
     choices: tuple[str, ...] = ()
+    # of the group, that it fills: whole, or with `entry` under its own keyword in a mapping, or with `constant` where
+    # it is given
     field: str = ""
     entry: bool = False
     constant: str | None = None
-    system: str = ""
-    by_format: bool = False
-    renames: bool = False
+    system: str = ""  # the system that it is for alone, which is its heading in the help
+    by_format: bool = False  # only some formats can use it (`formats.base.Holds.uses_options`)
+    renames: bool = False  # it changes names or structure, which some verbs keep
 
     def of(self, name: str) -> Option:
         """The option as field `name` states it: with the keyword and the spelling that were left open."""

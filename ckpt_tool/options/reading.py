@@ -51,8 +51,9 @@ class Reading:
 
 @dataclass(frozen=True)
 class Inspection:
-    """`ckpt inspect`. match, states: narrow what is listed. depth: levels of the tree, None for what is best seen."""
+    """`ckpt inspect`."""
 
+    # match, states: narrow what is listed
     match: tuple[str, ...] = OPTIONS.option(
         "List only these tensors: '*.q_proj.*', re:EXPRESSION or @FILE. Repeatable.",
         patterns,
@@ -63,6 +64,7 @@ class Inspection:
     states: tuple[str, ...] = OPTIONS.option(
         "List only this state: --state model. Repeatable.", words, "S", kind="values", keyword="state", default=()
     )
+    # levels of the tree, None for what is best seen
     depth: int | None = OPTIONS.option(
         "Show this many levels of the tree of names: --depth 2. Default: as many as are easy to read.", count, "N"
     )

@@ -113,8 +113,9 @@ class Search:
 
 @dataclass(frozen=True)
 class Retention:
-    """`ckpt prune`. keep_last, keep_every: None where not given."""
+    """`ckpt prune`."""
 
+    # keep_last, keep_every: None where not given
     keep_last: int | None = OPTIONS.option("Keep the last N complete steps: --keep-last 3.", count, "N")
     keep_every: int | None = OPTIONS.option(
         "Keep steps whose number is a multiple of K: --keep-every 1000.", count, "K"
@@ -137,11 +138,9 @@ class Retention:
 
 @dataclass(frozen=True)
 class Validating:
-    """`ckpt validate`. source, target: layouts as `tp2,pp2,dp2,ep2`; both or none. matrix: None for one pair.
+    """`ckpt validate`."""
 
-    steps: after the resume, and as many before the save. keep: a folder in which everything stays.
-    """
-
+    # source, target: layouts as `tp2,pp2,dp2,ep2`; both or none
     source: str | None = OPTIONS.option(
         "Train and save in this layout: tp2,pp2,dp2,ep2; also vpp2, zero0 to zero3, split=2-1-1.",
         text,
@@ -160,6 +159,7 @@ class Validating:
         "F",
         keyword="format",
     )
+    # None for one pair
     matrix: str | None = OPTIONS.choice(
         "Run this matrix of layouts: quick (default), full, or round-trip (A -> X -> A in every format).",
         ("quick", "full", "round-trip"),
@@ -179,11 +179,13 @@ class Validating:
     backend: str = OPTIONS.choice(
         "Choose how the ranks communicate. Default gloo.", ("gloo", "nccl", "sim"), default="gloo"
     )
+    # after the resume, and as many before the save
     steps: int = OPTIONS.option(
         "Train N steps before the save and after the resume: --steps 5. Default 3.", count, "N", default=3
     )
     seed: int = OPTIONS.option("Seed weights, data and dropout: --seed 7. Default 1234.", count, "N", default=1234)
     no_controls: bool = OPTIONS.flag("Skip the runs with planted faults.")
+    # a folder in which everything stays
     keep: str | None = OPTIONS.option("Keep every checkpoint in this folder: --keep /tmp/proof.", output, "FOLDER")
 
 

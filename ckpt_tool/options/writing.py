@@ -52,17 +52,11 @@ def device(section: Section) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """How an output is laid out and written. None and empty mean "not given": the command takes its default.
-
-    degrees: mesh dim -> size, only those that were given. dtypes: state ("" for all) -> the house's dtype name.
-    states, drop: as given; "all" and "optimizer" are the command's to expand. remove_keys, keep_keys: patterns
-    (`@FILE` already read). rename: rules, as `core.renaming` reads them.
-    max_shard_size, memory: bytes. threads: None lets the executor choose. pinned: bytes of
-    large and of small blocks of pinned memory that `device` sets aside before it begins; (0, 0) for what the run needs.
-    """
+    """How an output is laid out and written. None and empty mean "not given": the command takes its default."""
 
     to: str | None = TO.choice(f"Write this format: {', '.join(FORMATS)}.", FORMATS, "FORMAT", meant=CALLED)
 
+    # mesh dim -> size, only those that were given
     degrees: Mapping[str, int] = LAYOUT.each(
         {
             "tp": "Write for N tensor parallel ranks: --tp 8.",
@@ -116,6 +110,7 @@ class Writing:
         "FILE",
         system="Paddle",
     )
+    # states, drop: as given; "all" and "optimizer" are the command's to expand
     states: tuple[str, ...] = TRAVEL.option(
         "Take only these states: model, master, optimizer, ema, extras, or all.",
         words,
@@ -136,6 +131,7 @@ class Writing:
         "Write this state as the model: --as-model ema. ema,model takes weights that have no average from the model.",
         ("ema", "master", EMA_THEN_MODEL),
     )
+    # state ("" for all) -> the house's dtype name
     dtypes: Mapping[str, str] = TRAVEL.option(
         "Cast values: --dtype bf16, or one state: --dtype optimizer=bf16. Repeatable.",
         dtypes,
@@ -179,6 +175,7 @@ class Writing:
     )
     allow_lossy: bool = TRAVEL.flag("Allow casts that overflow or saturate, and count them.")
 
+    # remove_keys, keep_keys: patterns (`@FILE` already read)
     remove_keys: tuple[str, ...] = KEYS.option(
         "Leave out tensors with all their states: 'lm_head.*', re:EXPRESSION or @FILE. Repeatable.",
         patterns,
@@ -189,6 +186,7 @@ class Writing:
     keep_keys: tuple[str, ...] = KEYS.option(
         "Leave out all tensors but these: 'model.layers.*'. Repeatable.", patterns, "PATTERN", kind="values", default=()
     )
+    # rules, as `core.renaming` reads them
     rename: tuple[str, ...] = KEYS.option(
         "Rename tensors with all their states: 'module.*=*', 're:^h\\.(\\d+)=layers.\\1', or @FILE. Repeatable.",
         rename_rules,
@@ -205,6 +203,7 @@ class Writing:
     memory: int = RUN.option(
         "Bound working memory: --memory 256MiB. Default 1GiB.", size, "SIZE", default=DEFAULT_MEMORY
     )
+    # None lets the executor choose
     threads: int | None = RUN.option("Use N threads to move bytes: --threads 8.", count, "N")
     verify: str = RUN.choice(
         "Check the output after writing. Default quick.", ("off", "quick", "full"), default="quick"
@@ -229,6 +228,8 @@ class Writing:
         "FILE",
     )
     device: str = device(RUN)
+    # bytes of large and of small blocks of pinned memory that `device` sets aside before it begins; (0, 0) for what the
+    # run needs
     pinned: tuple[int, int] = RUN.option(
         "Set aside this much pinned memory for --device cuda: --pinned 1GiB. Default: what the run needs.",
         sizes,
@@ -237,6 +238,7 @@ class Writing:
         system="GPU",
     )
 
+    # max_shard_size, memory: bytes
     max_shard_size: int | None = PLAN.option(
         "Limit the size of each file: --max-shard-size 2GB. Default 5GB.", size, "SIZE"
     )

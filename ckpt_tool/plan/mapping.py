@@ -33,15 +33,15 @@ Shape = tuple[int, ...]
 
 
 class Applied(NamedTuple):
-    """stored: the tensors under their new names, parameter by parameter in the mapping's order, then those that it does
-    not know, as they were. renewed: keys whose values are others than the source's of that key. kept: names that passed
-    as they are. dropped: the tensors of the names that the mapping leaves out. names: parameter -> those made of it."""
+    """A checkpoint after a change of names."""
 
+    # the tensors under their new names, parameter by parameter in the mapping's order, then those that it does not
+    # know, as they were
     stored: tuple[Stored, ...]
-    renewed: frozenset[TensorKey]
-    kept: tuple[str, ...]
-    dropped: tuple[LogicalTensor, ...]
-    names: Mapping[str, tuple[str, ...]]
+    renewed: frozenset[TensorKey]  # keys whose values are others than the source's of that key
+    kept: tuple[str, ...]  # names that passed as they are
+    dropped: tuple[LogicalTensor, ...]  # the tensors of the names that the mapping leaves out
+    names: Mapping[str, tuple[str, ...]]  # parameter -> those made of it
 
 
 def parameter_shapes(rows: Iterable[Stored]) -> dict[str, Shape]:

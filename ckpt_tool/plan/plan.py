@@ -100,20 +100,15 @@ class Moves(Sequence[Move]):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A whole run. outputs: the target's files (their arrays already turned into the moves' output regions).
-
-    arrays: for each output file its arrays, in the order that `Patch.of` counts.
-    format: the output's format name, for the check after the run. single: the output is this one file.
-    source_names: the sources as the user named them. states, dropped, fallbacks, removed, notes: for the report.
-    """
+    """A whole run."""
 
     sources: tuple[SourceFile, ...]
     records: tuple[Record, ...]
-    outputs: tuple[TargetFile, ...]
-    arrays: Sequence[Sequence[Extent]]
+    outputs: tuple[TargetFile, ...]  # the target's files (their arrays already turned into the moves' output regions)
+    arrays: Sequence[Sequence[Extent]]  # for each output file its arrays, in the order that `Patch.of` counts
     moves: Sequence[Move]
-    format: str
-    single: str | None
+    format: str  # the output's format name, for the check after the run
+    single: str | None  # the output is this one file
     destination: str
     options: dict[str, Any]
     report: dict[str, Any]

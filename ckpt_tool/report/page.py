@@ -32,15 +32,12 @@ def style_of(cell: Cell) -> Style:
 
 
 class Column(NamedTuple):
-    """right: numbers. drop: which columns go first where the window is narrow (highest first; 0 stays).
-
-    states: are its cells names of states, which have colours of their own?
-    """
+    """A column of a table."""
 
     title: str
-    right: bool = False
-    drop: int = 0
-    states: bool = False
+    right: bool = False  # set to the right, as numbers are
+    drop: int = 0  # which columns go first where the window is narrow (highest first; 0 stays)
+    states: bool = False  # are its cells names of states, which have colours of their own?
 
 
 STATE = Column("state", states=True)  # never dropped: without it Adam's `step` looks like a second parameter

@@ -24,18 +24,15 @@ from ckpt_tool.report.text import ranges
 
 
 class Line(NamedTuple):
-    """One line of the tree. copies: how often the subtree stands for itself (32 layers). what: a leaf's, else None.
-
-    tensors, nbytes: of all copies. twin: an equal subtree that is shown instead, as
-    its path without what it shares with this line's; "" for none.
-    """
+    """One line of the tree."""
 
     level: int
     label: str
-    copies: int
-    tensors: int
-    nbytes: int
-    what: Hashable | None
+    copies: int  # how often the subtree stands for itself (32 layers)
+    tensors: int  # of all copies
+    nbytes: int  # of all copies
+    what: Hashable | None  # what a leaf holds; None for a module
+    # an equal subtree that is shown instead, as its path without what it shares with this line's; "" for none
     twin: str = ""
 
 
@@ -212,12 +209,12 @@ class SubtreeItem(NamedTuple):
 
 
 class Subtree(NamedTuple):
-    """tensors, nbytes: of one copy. leaf: number of the tensor of this very name, -1 for none."""
+    """A module of the tree of names."""
 
-    leaf: int
+    leaf: int  # number of the tensor of this very name, -1 for none
     items: tuple[SubtreeItem, ...]
-    tensors: int
-    nbytes: int
+    tensors: int  # of one copy
+    nbytes: int  # of one copy
 
 
 class _Row(NamedTuple):

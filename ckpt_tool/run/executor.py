@@ -67,14 +67,14 @@ _PAUSE = 0.5  # seconds between two looks at others
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """digests: of the values as read, over each move's line, but of what is made while it is read and rounded then;
-    digests_out: as written. parts: of a part that did not commit: how far each part is that has begun."""
+    """What a run has written."""
 
+    # of the values as read, over each move's line, but of what is made while it is read and rounded then
     digests: dict[TensorKey, str]
-    digests_out: dict[TensorKey, str]
+    digests_out: dict[TensorKey, str]  # as written
     overflows: dict[TensorKey, int]
     committed: bool
-    parts: tuple[PartStatus, ...] = ()
+    parts: tuple[PartStatus, ...] = ()  # of a part that did not commit: how far each part is that has begun
 
 
 Check = Callable[["Path | Upload", dict[TensorKey, str], dict[TensorKey, str]], None]  # staged, digests out and in

@@ -85,20 +85,18 @@ class Tree:
     """The files below `root`. `single`: the name of the one file that the user gave, None for a folder.
 
     Thread-safe for reading. `shown` is what messages call the root. `local`: its files have descriptors (a tree behind
-    a URL, `stores.remote`, has none). packed_in: the local archive whose members they are (`storage.archive`).
-    computed: its values are made while they are read, so nobody has stated a digest of them. odd_links: links that were
-    listed and are not followed -> what they are. left_out: folders and files below the root that `listing` does not
-    show -> why: whoever answers for everything that is there has to look at them too. hidden: files, as messages show
-    them, that count as missing (`sources.damaged`).
+    a URL, `stores.remote`, has none).
     """
 
     local = True
-    computed = False
-    packed_in: Path | None = None
-    odd_links: dict[str, str] = {}
+    computed = False  # its values are made while they are read, so nobody has stated a digest of them
+    packed_in: Path | None = None  # the local archive whose members they are (`storage.archive`)
+    odd_links: dict[str, str] = {}  # links that were listed and are not followed -> what they are
+    # folders and files below the root that `listing` does not show -> why: whoever answers for everything that is there
+    # has to look at them too
     left_out: dict[str, str] = {}
     above: Tree | None = None  # the tree that this one is a folder of: its pointer file may have led here
-    hidden: frozenset[str] = frozenset()
+    hidden: frozenset[str] = frozenset()  # files, as messages show them, that count as missing (`sources.damaged`)
 
     def __init__(
         self, path: str | os.PathLike[str], *, follow_symlinks: bool = False, bounds: Bounds | None = None

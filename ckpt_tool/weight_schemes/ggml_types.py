@@ -17,12 +17,12 @@ from ckpt_tool.core.dtype import DTYPES, DType
 
 
 class GgufType(NamedTuple):
-    """number: in the file. elements, nbytes: of a block; 1 element where there are no blocks."""
+    """A tensor type of GGUF."""
 
-    number: int
+    number: int  # in the file
     name: str
-    elements: int
-    nbytes: int
+    elements: int  # of a block; 1 element where there are no blocks
+    nbytes: int  # of a block; 1 element where there are no blocks
 
 
 _TABLE = """

@@ -79,11 +79,11 @@ class Prepared(NamedTuple):
 
 
 class Workload(NamedTuple):
-    """kernel: its name in the C ABI. values: what the source holds: "bytes", or a dtype whose normal values fill it."""
+    """What a kernel is measured with."""
 
     name: str
-    kernel: str
-    values: str
+    kernel: str  # its name in the C ABI
+    values: str  # what the source holds: "bytes", or a dtype whose normal values fill it
     prepare: Callable[[Device, Arena, Knobs], Prepared]
 
 

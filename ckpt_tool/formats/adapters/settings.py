@@ -60,25 +60,23 @@ _KNOWN = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """rank_pattern, alpha_pattern: module pattern -> value, in the file's order. tokens: rows of an embedding, by the
-    module's ending, "" for the model's own. parameters: `target_parameters`. weight: what the user multiplies the
-    adapter by. targets, saved: module endings of which nothing may be absent (`targets.absent`)."""
+    """An adapter's settings as its config states them."""
 
     path: str
     rank: int
     alpha: float
-    rank_pattern: Mapping[str, int]
-    alpha_pattern: Mapping[str, float]
+    rank_pattern: Mapping[str, int]  # module pattern -> value, in the file's order
+    alpha_pattern: Mapping[str, float]  # module pattern -> value, in the file's order
     rslora: bool
     dora: bool
     fan_in_fan_out: bool
-    tokens: Mapping[str, tuple[int, ...]]
-    parameters: tuple[str, ...]
+    tokens: Mapping[str, tuple[int, ...]]  # rows of an embedding, by the module's ending, "" for the model's own
+    parameters: tuple[str, ...]  # `target_parameters`
     tied: bool
     base: str
-    weight: float = 1.0
-    targets: tuple[str, ...] = ()
-    saved: tuple[str, ...] = ()
+    weight: float = 1.0  # what the user multiplies the adapter by
+    targets: tuple[str, ...] = ()  # module endings of which nothing may be absent (`targets.absent`)
+    saved: tuple[str, ...] = ()  # module endings of which nothing may be absent (`targets.absent`)
 
     def rank_of(self, module: str) -> int:
         found = _first(self.rank_pattern, module)

@@ -94,13 +94,12 @@ class Leaf(NamedTuple):
 
 
 class Named(NamedTuple):
-    """keys: one for each leaf, all different. notes: what was concluded. roots: where things hang. faults: of tensors
-    that can't be read as what they are."""
+    """The leaves of a nested dict under the names of tensors."""
 
-    keys: list[TensorKey]
-    notes: list[Note]
-    roots: Roots
-    faults: Mapping[TensorKey, CkptError] = MappingProxyType({})
+    keys: list[TensorKey]  # one for each leaf, all different
+    notes: list[Note]  # what was concluded
+    roots: Roots  # where things hang
+    faults: Mapping[TensorKey, CkptError] = MappingProxyType({})  # of tensors that can't be read as what they are
 
 
 def name_leaves(leaves: Sequence[Leaf], extras: Mapping[str, Any], *, path: str = "") -> Named:

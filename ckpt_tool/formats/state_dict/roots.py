@@ -24,20 +24,17 @@ from ckpt_tool.formats.state_dict.tree import dotted
 
 @dataclass(frozen=True, slots=True)
 class Roots(Hint):
-    """Where a source keeps what: the hints by which tensors without a path find a place. flat: torchtitan's spelling
-    of optimizer states; then the optimizer's path may end in a key's prefix (`("optim.",)`). dotted: the whole path is
-    one key (a DCP without planner_data).
-
-    ids: path of an optimizer -> its numbers' names, as `{"0": "embed.weight"}`.
-    """
+    """Where a source keeps what: the hints by which tensors without a path find a place."""
 
     KEY: ClassVar[str] = "roots"
     model: Path = ("model",)
     optimizer: Path = ("optim",)
     ema: Path = ("ema",)
     master: Path = ("master",)
+    # torchtitan's spelling of optimizer states; then the optimizer's path may end in a key's prefix (`("optim.",)`)
     flat: bool = False
-    dotted: bool = False
+    dotted: bool = False  # the whole path is one key (a DCP without planner_data)
+    # path of an optimizer -> its numbers' names, as `{"0": "embed.weight"}`
     ids: Mapping[Path, Mapping[str, str]] = field(default_factory=dict)
 
     def path(self, key: TensorKey) -> Path:

@@ -33,21 +33,20 @@ LAYOUT = "E1535"
 
 @dataclass(frozen=True, slots=True)
 class FormatWriter:
-    """write: into an empty folder. takes: degrees above 1 that a job of the system can have. dims: those that the tool
-    is requested. zero: the stages; says_zero: is one requested of the tool? cuts: does the system cut every matrix but
-    the router's over its tensor ranks, so that it has no weight which they all hold? unkept: states that it does not
-    store, since another one is their twin. muon: the ZeRO stages of a job whose matrices Muon steps; none where the
-    system has no such job. muon_ep: can the experts of such a job be parallel?"""
+    """What the training harness can save in one format."""
 
-    write: Callable[[WholeState, Path], None]
-    takes: tuple[str, ...] = ("tp", "pp", "ep", "dp", "vpp")
-    dims: tuple[str, ...] = ("tp", "pp", "ep", "dp")
-    zero: tuple[int, ...] = (0, 1, 2, 3)
-    says_zero: bool = False
+    write: Callable[[WholeState, Path], None]  # into an empty folder
+    takes: tuple[str, ...] = ("tp", "pp", "ep", "dp", "vpp")  # degrees above 1 that a job of the system can have
+    dims: tuple[str, ...] = ("tp", "pp", "ep", "dp")  # degrees that the tool is given as options
+    zero: tuple[int, ...] = (0, 1, 2, 3)  # the ZeRO stages of such a job
+    says_zero: bool = False  # is the tool given --zero?
+    # does the system cut every matrix but the router's over its tensor ranks, so that it has no weight which they all
+    # hold?
     cuts: bool = False
-    unkept: frozenset[str] = frozenset()
+    unkept: frozenset[str] = frozenset()  # states that it does not store, since another one is their twin
+    # the ZeRO stages of a job whose matrices Muon steps; none where the system has no such job
     muon: tuple[int, ...] = ()
-    muon_ep: bool = True
+    muon_ep: bool = True  # can the experts of such a job be parallel?
 
 
 _MEGATRON = ("tp", "pp", "ep", "dp", "vpp")

@@ -32,14 +32,12 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class WholeState:
-    """tensors: by (state, hub name), CPU, contiguous, in the order of registration. ranks: one state a rank, by rank
-    number.
-    config: the model's hub config. scalars: of the job."""
+    """The whole job's tensors, and what each rank holds of them."""
 
-    tensors: Mapping[Key, torch.Tensor]
-    ranks: Sequence[RankState]
-    config: Mapping[str, Any]
-    scalars: Mapping[str, Any]
+    tensors: Mapping[Key, torch.Tensor]  # by (state, hub name), CPU, contiguous, in the order of registration
+    ranks: Sequence[RankState]  # one state a rank, by rank number
+    config: Mapping[str, Any]  # the model's hub config
+    scalars: Mapping[str, Any]  # of the job
 
     @property
     def layout(self) -> Any:

@@ -59,19 +59,18 @@ class StorageRef(NamedTuple):
 
 
 class TensorRef(NamedTuple):
-    """A dense tensor over a storage. offset, stride: in elements of `dtype`. Checked when made: ints >= 0, rank <= 64,
-    the view lies inside `storage.nbytes`.
-
-    attributes: Python attributes that hung on the tensor (Megatron's `tensor_model_parallel`, ...), None if none.
-    """
+    """A dense tensor over a storage."""
 
     storage: StorageRef
+    # offset, stride: in elements of `dtype`. Checked when made: ints >= 0, rank <= 64, the view lies inside
+    # `storage.nbytes`
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: DType
     requires_grad: bool = False
     is_parameter: bool = False
+    # Python attributes that hung on the tensor (Megatron's `tensor_model_parallel`, ...), None if none
     attributes: Any = None
 
     @property

@@ -63,17 +63,14 @@ class EntryKind(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """The entries in header order. begins: bytes from the start of the data. filled: where the last entry ends.
-
-    warnings: what was accepted but is not right, in words.
-    """
+    """The entries in header order."""
 
     names: NameColumn
     kinds: list[EntryKind]
-    begins: array[int]
-    filled: int
+    begins: array[int]  # bytes from the start of the data
+    filled: int  # where the last entry ends
     metadata: dict[str, str]
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # what was accepted but is not right, in words
 
 
 class _Spelling(NamedTuple):

@@ -31,14 +31,13 @@ _NUMBERS = (b"nan", b"inf", b"infinity")
 
 
 class JsonFault(NamedTuple):
-    """at: the byte of the text that is at fault. rule: what JSON has instead. number: a value that JSON has no number
-    for (NaN)?"""
+    """Why a text is not JSON."""
 
     message: str
-    at: int
+    at: int  # the byte of the text that is at fault
     hint: str = EDITED
-    rule: str = ""
-    number: bool = False
+    rule: str = ""  # what JSON has instead
+    number: bool = False  # a value that JSON has no number for (NaN)?
 
 
 def line_and_column(raw: bytes, at: int) -> str:

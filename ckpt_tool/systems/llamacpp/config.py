@@ -41,15 +41,14 @@ class Key(NamedTuple):
 
 
 class Architecture(NamedTuple):
-    """name: llama.cpp's. model_type: the hub's. more: keys beside those of every decoder. experts: the config's word for
-    their number, where it has any. act: the activation. fixed: what it computes with, whatever a config says."""
+    """An architecture of llama.cpp beside the hub's config of it."""
 
-    name: str
-    model_type: str
-    more: tuple[Key, ...] = ()
-    experts: str = ""
-    act: str = "silu"
-    fixed: Config = {}
+    name: str  # llama.cpp's
+    model_type: str  # the hub's
+    more: tuple[Key, ...] = ()  # keys beside those of every decoder
+    experts: str = ""  # the config's word for their number, where it has any
+    act: str = "silu"  # the activation
+    fixed: Config = {}  # what it computes with, whatever a config says
 
 
 DECODER = (

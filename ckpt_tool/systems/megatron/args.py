@@ -39,21 +39,14 @@ _LARGEST = 1 << 20  # of a degree, a count of heads or experts: above is a damag
 
 
 class MegatronFacts(NamedTuple):
-    """Of the model and the job. None: the arguments do not say. dp: data ranks without context-parallel ones.
-
-    gated: fc1 holds gate and up. te: norms are fused into Transformer Engine's linears. container: of experts.
-    grad_fp32: gradients are reduced in fp32. bucket_size: elements, None for one bucket a buffer.
-    vocab: the tokenizer's size, without padding. vocab_multiple: what a rank's rows are padded to. mamba: (inner,
-    group, heads) and delta: (keys, values, value heads), rows of a recurrent layer's sections. mamba_groups,
-    delta_heads: what tensor ranks must share of them beside the heads.
-    """
+    """Facts about the model and the job. None: the arguments do not say."""
 
     tp: int = 1
     pp: int = 1
     vpp: int = 1
     ep: int = 1
     etp: int = 1
-    dp: int = 1
+    dp: int = 1  # data ranks without context-parallel ones
     cp: int = 1
     layers: int | None = None
     mtp: int = 0
@@ -61,28 +54,28 @@ class MegatronFacts(NamedTuple):
     heads: int | None = None
     groups: int | None = None
     groups_whole: bool = False  # is a group of a rank alone?
-    gated: bool | None = None
+    gated: bool | None = None  # fc1 holds gate and up
     tied: bool = False
-    te: bool = False
-    container: str = SEQUENTIAL
+    te: bool = False  # norms are fused into Transformer Engine's linears
+    container: str = SEQUENTIAL  # of experts
     mla: bool = False
     q_rank: int | None = None
     kv_rank: int | None = None
     rope_dim: int | None = None
     distributed: bool | None = None
     layer_wise: bool = False  # is one optimizer for matrices, whole, another distributed one for the rest?
-    grad_fp32: bool = True
+    grad_fp32: bool = True  # gradients are reduced in fp32
     overlap: bool = False
-    bucket_size: int | None = None
+    bucket_size: int | None = None  # elements, None for one bucket a buffer
     busbw: bool = False
     qk_decay: bool = False
     decoupled_lr: float | None = None
-    vocab: int | None = None
-    vocab_multiple: int | None = None
-    mamba: tuple[int, int, int] | None = None
-    mamba_groups: int | None = None
-    delta: tuple[int, int, int] | None = None
-    delta_heads: int | None = None
+    vocab: int | None = None  # the tokenizer's size, without padding
+    vocab_multiple: int | None = None  # what a rank's rows are padded to
+    mamba: tuple[int, int, int] | None = None  # rows of a Mamba layer's sections: (inner, group, heads)
+    mamba_groups: int | None = None  # what tensor ranks must share of them beside the heads
+    delta: tuple[int, int, int] | None = None  # of a delta net's: (keys, values, value heads)
+    delta_heads: int | None = None  # what tensor ranks must share of them beside the heads
     stated: bool = False  # were there arguments at all?
 
     @property

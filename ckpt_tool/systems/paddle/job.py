@@ -96,16 +96,15 @@ class PaddleRank(NamedTuple):
 
 
 class JobDegrees(NamedTuple):
-    """dp: all data ranks. sharding: those that share the states (1: nobody does). version: `v1`, `v2`, "" when nobody
-    does, or a reader has yet to see it. by_data: expert ranks are data ranks (files `moeNN`)."""
+    """The degrees of a job of Paddle's."""
 
     tp: int = 1
     pp: int = 1
     ep: int = 1
-    dp: int = 1
-    sharding: int = 1
-    version: str = ""
-    by_data: bool = False
+    dp: int = 1  # all data ranks
+    sharding: int = 1  # those that share the states (1: nobody does)
+    version: str = ""  # `v1`, `v2`, "" when nobody does, or a reader has yet to see it
+    by_data: bool = False  # expert ranks are data ranks (files `moeNN`)
 
     @property
     def moe_sharding(self) -> int:

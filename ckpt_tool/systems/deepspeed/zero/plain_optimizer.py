@@ -43,11 +43,11 @@ Arrays = Mapping[str, StoredArray]
 
 
 class PlainOptimizer(NamedTuple):
-    """tensors: of the optimizer. options: None without one. stages: names of each stage's groups."""
+    """The optimizer of a job without ZeRO."""
 
-    tensors: dict[TensorKey, LogicalTensor]
-    options: Options | None
-    stages: list[list[list[str]]]
+    tensors: dict[TensorKey, LogicalTensor]  # of the optimizer
+    options: Options | None  # None without one
+    stages: list[list[list[str]]]  # names of each stage's groups
     notes: list[Note]
 
 

@@ -58,12 +58,12 @@ class LeafRow(NamedTuple):
 
 @dataclass(slots=True)
 class LaidLeaf:
-    """items: of each its rows, "" for the folder itself. json: the items that are JSON. step: of its metadata."""
+    """What is written into each item of an Orbax checkpoint."""
 
     hint: Trees
-    items: dict[str, list[LeafRow]] = field(default_factory=dict)
-    json: dict[str, Any] = field(default_factory=dict)
-    step: dict[str, Any] = field(default_factory=dict)
+    items: dict[str, list[LeafRow]] = field(default_factory=dict)  # of each its rows, "" for the folder itself
+    json: dict[str, Any] = field(default_factory=dict)  # the items that are JSON
+    step: dict[str, Any] = field(default_factory=dict)  # of its metadata
     notes: tuple[str, ...] = ()
 
 

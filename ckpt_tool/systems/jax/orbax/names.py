@@ -86,16 +86,14 @@ BARE = Trees((), (), ("opt_state", 0))  # of weights alone, as Gemma's library h
 
 
 class NamedLeaf(NamedTuple):
-    """keys: of each leaf that is a tensor; None for a plain value. model, optimizer: where the parameters hang, and
-    what hangs beside `mu`, None where there is none. variables: are leaves the values of nnx's Variables? faults: of
-    tensors that can't be read, because another has the same name."""
+    """The leaves of an Orbax tree under the names of tensors."""
 
-    keys: list[TensorKey | None]
+    keys: list[TensorKey | None]  # of each leaf that is a tensor; None for a plain value
     notes: list[Note]
-    model: Path
-    optimizer: Path | None
-    variables: bool
-    faults: Mapping[TensorKey, CkptError]
+    model: Path  # where the parameters hang, and what hangs beside `mu`, None where there is none
+    optimizer: Path | None  # where the parameters hang, and what hangs beside `mu`, None where there is none
+    variables: bool  # are leaves the values of nnx's Variables?
+    faults: Mapping[TensorKey, CkptError]  # of tensors that can't be read, because another has the same name
 
     def named_by(self, path: Path) -> Path:
         """What of a leaf's path is its name."""

@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"\.(0|[1-9][0-9]{0,8})(?=\.)")
 
 
 class StackSpot(NamedTuple):
-    """Where a tensor stands: template of its key, layer and expert (None: not in one)."""
+    """The place of a tensor among those that are alike but for the numbers in their keys."""
 
     template: str
     stack: str  # whose layer it is, the language model's or a tower's ("": in none)

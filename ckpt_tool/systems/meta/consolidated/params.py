@@ -26,15 +26,14 @@ MOST = 1 << 40  # of any size: what no model comes near
 
 
 class MetaSizes(NamedTuple):
-    """heads, kv: of queries, of keys and values. head: elements of one. vocab: None where the file leaves it to the
-    tokenizer."""
+    """The sizes of a model, as its params.json states them."""
 
     dim: int
     layers: int
-    heads: int
-    kv: int
-    head: int
-    vocab: int | None
+    heads: int  # of queries, of keys and values
+    kv: int  # of queries, of keys and values
+    head: int  # elements of one
+    vocab: int | None  # None where the file leaves it to the tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,14 +26,13 @@ Shape = tuple[int, ...]
 
 
 class Slice(NamedTuple):
-    """start: in the source tensor, by its dims. at, shape: in the value, by its dims. dims: the source dim along which
-    each dim of the value runs."""
+    """A box of a source tensor, and the box of a value that it becomes."""
 
     source: str
-    start: Shape
-    at: Shape
-    shape: Shape
-    dims: Shape
+    start: Shape  # in the source tensor, by its dims
+    at: Shape  # in the value, by its dims
+    shape: Shape  # in the value, by its dims
+    dims: Shape  # the source dim along which each dim of the value runs
 
     @property
     def box(self) -> Box:

@@ -65,13 +65,13 @@ _PLACEHOLDER = re.compile(r"\$[A-Z_]*")
 
 
 class Statement(NamedTuple):
-    """number: of the statement, from 1. left, right: names, `NAME[s:e]` written out. word: the fusion's, or ""."""
+    """One AOA statement."""
 
-    number: int
-    left: tuple[str, ...]
-    right: tuple[str, ...]
+    number: int  # of the statement, from 1
+    left: tuple[str, ...]  # names, `NAME[s:e]` written out
+    right: tuple[str, ...]  # names, `NAME[s:e]` written out
     attributes: dict[str, int | str]
-    word: str = ""
+    word: str = ""  # the fusion's, or ""
 
 
 class AoaText(NamedTuple):

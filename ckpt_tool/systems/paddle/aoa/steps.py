@@ -52,21 +52,17 @@ class Shards(NamedTuple):
 
 
 class AoaStep(NamedTuple):
-    """kind: split, concat (along `axis`), permute (`dims`, () = all reversed), cast (to `dtype`), rename, drop, add.
+    """One step that a statement stands for."""
 
-    number: of the statement that it comes from. why: the words that ask for a split, for messages. even: the parts of a
-    concatenation are as long as one another.
-    """
-
-    number: int
-    kind: str
+    number: int  # of the statement that it comes from
+    kind: str  # split, concat (along `axis`), permute (`dims`, () = all reversed), cast (to `dtype`), rename, drop, add
     left: tuple[str, ...]
     right: tuple[str, ...]
     axis: int = 0
     dims: tuple[int, ...] = ()
     dtype: DType | None = None
-    why: str = ""
-    even: bool = False
+    why: str = ""  # the words that ask for a split, for messages
+    even: bool = False  # the parts of a concatenation are as long as one another
 
 
 def steps_of(

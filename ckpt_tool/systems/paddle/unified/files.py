@@ -111,13 +111,13 @@ def file_key(key: TensorKey) -> str:
 
 
 class PaddleIndex(NamedTuple):
-    """weight_map: tensor -> file, in the index's order; None where the optimizer was not merged. stated: the other
-    members."""
+    """An index of a unified checkpoint."""
 
     path: str
+    # tensor -> file, in the index's order; None where the optimizer was not merged
     weight_map: Mapping[str, str] | None
     total_size: int | None
-    stated: Mapping[str, Any]
+    stated: Mapping[str, Any]  # the other members
 
     def files(self) -> dict[str, list[str]]:
         """File -> its tensors, in order of first mention."""

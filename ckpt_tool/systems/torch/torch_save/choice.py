@@ -77,13 +77,13 @@ def rank_named(path: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class ChosenFiles:
-    """why: in words. files: in order; empty where the index tells. index: its path. ranks: a file a rank."""
+    """The files of a folder that are the checkpoint."""
 
-    why: str
-    files: tuple[str, ...] = ()
-    index: str | None = None
+    why: str  # in words
+    files: tuple[str, ...] = ()  # in order; empty where the index tells
+    index: str | None = None  # its path
     notes: tuple[Note, ...] = ()
-    ranks: tuple[TorchRankFile, ...] = ()
+    ranks: tuple[TorchRankFile, ...] = ()  # a file a rank
 
 
 def rank_files(names: Sequence[str]) -> tuple[TorchRankFile, ...]:
