@@ -201,6 +201,25 @@ def test_a_slow_worker_is_overtaken_and_does_no_harm(ground: Ground, monkeypatch
     assert ground.bytes() == ground.good and os.listdir(ground.place) == ["out"]
 
 
+def test_a_heartbeat_after_the_commit_touches_no_other_file(ground: Ground, tmp_path: Path) -> None:
+    """The commit closes the journal while claims are still kept alive; its number may then be another file's."""
+    source = tmp_path / "source"
+    source.write_bytes(b"values")
+    os.utime(source, (1, 1))
+    with Staging(ground.out, executor_plan(ground), [], part=new_worker()) as staging:
+        staging.begin(1, 1)
+        own = os.dup(staging._journal_fd)
+        with Claims(staging._folder_fd, own, "worker", 1, lease=0.06):
+            os.close(own)
+            reused = os.open(source, os.O_RDONLY)
+            try:
+                assert reused == own  # the lowest number that is free
+                time.sleep(0.1)
+            finally:
+                os.close(reused)
+    assert source.stat().st_mtime == 1
+
+
 def test_workers_and_parts_do_not_mix(ground: Ground, capfd: Any) -> None:
     assert run(["apply", ground.plan, "--part", "1/2", "-q"]) == 0
     assert run(["apply", ground.plan, "--claim", "-q"]) == 6

@@ -51,7 +51,9 @@ class Claims:
 
     def __init__(self, folder: int, own: int, me: str, count: int, lease: float = LEASE) -> None:
         self._staged = folder
-        self._own = own
+        # A descriptor of its own: the commit closes the journal while this worker's claims are still kept alive, and
+        # the number of a closed descriptor may soon be another file's.
+        self._own = os.dup(own)
         self._me = me
         self._count = count
         self._lease = lease
@@ -70,7 +72,7 @@ class Claims:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._beating.join()
-        for fd in (self._committing, self._folder):
+        for fd in (self._committing, self._folder, self._own):
             if fd >= 0:
                 os.close(fd)
 
