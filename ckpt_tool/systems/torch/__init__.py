@@ -11,17 +11,24 @@ if TYPE_CHECKING:
 
 
 def _may_be_torch(tree: Tree) -> bool:
-    """By the names of its files; or a file's content speaks for it, where none beside it is of another format."""
+    """Whether the PyTorch reader should look at this tree.
+
+    True for file names that only PyTorch uses. Otherwise any file might be a `torch.save` file, unless the folder also
+    contains files of safetensors or DCP.
+    """
     if tree.single is not None:
-        return True
+        return True  # any extension is possible, so the reader has to look at the first bytes
     names = tree.names()
     if any("pytorch_model" in name or "_rank_" in name or name.endswith(".bin.index.json") for name in names):
         return True
     others = any(name.endswith((".safetensors", ".distcp", ".metadata")) for name in names)
-    return not others and any(tree.listing()[name] >= 16 for name in names)  # bytes, of the shortest pickle or zip
+
+    # 16 bytes: no pickle or zip with a tensor is shorter.
+    return not others and any(tree.listing()[name] >= 16 for name in names)
 
 
 def _may_be_dcp(tree: Tree) -> bool:
+    # A data file alone counts too: the reader then reports a save that was not finished.
     return tree.single is None and any(".metadata" in path or path.endswith(".distcp") for path in tree.listing())
 
 

@@ -1,19 +1,20 @@
-"""Which folders below a root are DCP saves, whether they are whole, and which of them are another system's.
+"""Which folders below a root are DCP saves, whether they are complete, and which of them are another system's.
 
     .metadata, __0_0.distcp, __1_0.distcp          one save
     __0.metadata, __1.metadata, __0_0.distcp ...   one save without collectives: a metadata file a rank
     pytorch_model_fsdp_0/, optimizer_0/            accelerate: model and optimizer, each a save of its own
     __0_0.distcp without any metadata              a save that was not finished: `.metadata` is written last
 
-What a save is shows in its names; whose it is in its keys. Of other systems' keys these are known:
+File names show that a folder is a DCP save; its keys show which system wrote it. Of other systems' keys these are
+known:
 
     common_state/shard_0_1, rng_state/shard_0_2, ..._extra_state/shard_0_1   Megatron's torch_dist (core 0.12 and later)
     optimizer.param_to_group_meta.<name>.lr                                  Megatron-FSDP, `--ckpt-format fsdp_dtensor`
     args, checkpoint_version, model.module.<name>                            the same without its optimizer
 
-Megatron-FSDP stores plain boxes of nested dicts, but a gated `linear_fc1.weight` lies in two, `weight_w` (gate) and
-`weight_v` (up), and its fp32 weights are the master weights: read as plain DCP it is a model with tensors that no
-loader knows.
+Megatron-FSDP stores plain boxes of nested dicts, but splits a gated `linear_fc1.weight` into two tensors, `weight_w`
+(gate) and `weight_v` (up), and its fp32 weights are the master weights: read as plain DCP it is a model with tensors
+that no loader knows.
 
 Sources: torch 2.13 `distributed/checkpoint/filesystem.py` (`_metadata_fn`, `DEFAULT_SUFFIX`, `_StoragePrefix`:
 `__{rank}_`), accelerate 1.15 `utils/fsdp_utils.py`; NVIDIA/Megatron-LM core 0.19.1 `training/checkpointing.py`
@@ -47,7 +48,7 @@ _MODEL = re.compile(r"(?:pytorch_)?model(?:_fsdp)?(?:_\d+)?|app")
 _OPTIMIZER = re.compile(r"optim(?:izer)?(?:_\d+)?")
 _JOB = {"args", "checkpoint_version"}
 _MODULE = re.compile(FSDP_MODEL)
-MARKER = "meta.pt"  # Lightning: all but the states, beside its FSDP saves
+MARKER = "meta.pt"  # Lightning stores everything but the states in it, next to its FSDP saves
 
 
 class DcpSave(NamedTuple):
@@ -66,7 +67,7 @@ class Folders(NamesHint):
 
 
 def find(listing: Iterable[str]) -> list[DcpSave]:
-    """The saves of a tree: that at the root, or else those nearest to it. Empty when there is none."""
+    """The DCP saves of a tree: the one at the root, or else those at the smallest depth below it; [] if none."""
     folders: dict[str, list[str]] = {}
     for path in listing:
         folder, slash, name = path.rpartition("/")
@@ -74,6 +75,8 @@ def find(listing: Iterable[str]) -> list[DcpSave]:
     saves = [save for folder, names in folders.items() if (save := _save(folder, names))]
     if not saves:
         return []
+
+    # accelerate's model and optimizer folders are at one depth; saves further below are not part of the checkpoint.
     nearest = min(save.folder.count("/") for save in saves)
     return sorted((save for save in saves if save.folder.count("/") == nearest), key=lambda save: save.folder)
 
@@ -86,13 +89,14 @@ def _save(folder: str, names: list[str]) -> DcpSave | None:
         return DcpSave(folder, (METADATA,), tmp)
     if ranks:
         return DcpSave(folder, tuple(name for _, name in ranks), tmp)
+    # Data without metadata is a save that was interrupted; `check` reports it.
     if tmp or any(DATA.fullmatch(name) for name in names):
         return DcpSave(folder, (), tmp)
     return None
 
 
 def files(saves: Iterable[DcpSave], listing: Iterable[str]) -> frozenset[str]:
-    """The files of the saves: their metadata, and everything in their folders that is called as a data file."""
+    """The files of the saves: their metadata, and every file in their folders that has the name of a data file."""
     folders = {save.folder for save in saves}
     named = {save.folder + name for save in saves for name in (*save.metadata, *filter(None, (save.tmp,)))}
     for path in listing:
@@ -103,7 +107,7 @@ def files(saves: Iterable[DcpSave], listing: Iterable[str]) -> frozenset[str]:
 
 
 def why(saves: list[DcpSave]) -> str:
-    """What was found, in words."""
+    """The reason for the detection, as text for `ckpt inspect` and messages."""
     if len(saves) > 1:
         return f"{len(saves)} DCP folders: {', '.join(save.folder.rstrip('/') for save in saves[:6])}"
     save = saves[0]
@@ -136,7 +140,7 @@ def check(saves: list[DcpSave], shown: str) -> None:
 
 
 def is_pair(names: Sequence[str]) -> bool:
-    """Are these a model's folder and an optimizer's, at most one each?"""
+    """Whether the folder names are those of one model and one optimizer, at most one each (accelerate's layout)."""
     models = [name for name in names if _MODEL.fullmatch(name)]
     optimizers = [name for name in names if _OPTIMIZER.fullmatch(name)]
     return len(names) == len(models) + len(optimizers) and len(models) <= 1 and len(optimizers) <= 1
@@ -150,6 +154,8 @@ def refuse(tensors: Iterable[str], objects: Iterable[str], shown: str, *, finish
     tensors, objects: the keys of one `.metadata`. shown: its folder. finished: has that folder a metadata.json?
     """
     objects = set(objects)
+
+    # Megatron's torch_dist is DCP underneath; only its sharded objects' names differ from plain DCP.
     if any(word.decode() in key for key in objects for word in MEGATRON_OBJECTS):
         if finished:
             raise UnknownFormat(
@@ -167,6 +173,7 @@ def refuse(tensors: Iterable[str], objects: Iterable[str], shown: str, *, finish
         report_missing(fault, files=["metadata.json"])
         return
 
+    # A Megatron-FSDP save without its optimizer has only the job's objects and `model.module.` names to show it.
     if any(key.startswith(FSDP_OWN) for key in (*objects, *tensors)) or (
         objects >= _JOB and any(_MODULE.match(key) for key in tensors)
     ):

@@ -1,7 +1,7 @@
 """`dcp`: PyTorch's distributed checkpoint, as FSDP1, FSDP2, DTensor and DDP jobs, torchtitan and accelerate write it.
 
-The one idea: `.metadata` already says which box of which tensor lies where; reading it is turning torch's words into
-ours, and finding the few bytes of zip around each box.
+The one idea: `.metadata` already lists where each box of each tensor is stored. Reading means translating that list
+into a `Catalog` and skipping the few bytes of zip header before each box.
 
     fsdp2_dp2/.metadata, __0_0.distcp, __1_0.distcp
     model.w : F32 (17, 10)      rows 0-8 in __0_0.distcp at 1577 + 704, rows 9-16 in __1_0.distcp at 704
@@ -13,14 +13,15 @@ Specification (torch 2.13, `torch/distributed/checkpoint/`):
   threads or, with `single_file_per_rank=False`, items. A rank with nothing to write has no file. Files of an older,
   larger save are not removed: the metadata decides what counts, never the listing.
 * Metadata (`dcp_container.dcp_metadata`): a pickle of `Metadata`; boxes are any boxes: FSDP2's by the ceil rule along
-  dim 0 (10 rows over 4: 3, 3, 3, 1), tensor parallel along any dim, `_StridedShard`'s interleaved; each box lies once,
-  whoever held it. An empty shard may be listed and has no bytes.
+  dim 0 (10 rows over 4: 3, 3, 3, 1), tensor parallel along any dim, `_StridedShard`'s interleaved; each box is stored
+  once, however many ranks held it. An empty shard may be listed and has no bytes.
 * Items (`dcp_container.dcp_items`): a `torch.save` zip each, root `archive/`, one bare tensor `data/0` or one object;
   strides in the pickle count (channels-last); or a safetensors file a rank.
 * Flattening (`_nested_dict.py`, `_traverse.py`): the key is the path joined by dots; dicts always flatten, lists do
   when a tensor, a dict or such a list is in them, tuples never; `planner_data` maps keys back. Empty dicts leave
   nothing.
-* Replicated objects (`param_groups`) lie once, on some rank. Without collectives every rank writes its own.
+* Replicated objects (`param_groups`) are stored once, by one of the ranks. Without collectives every rank writes its
+  own copy.
 
 Names and states: `formats.state_dict.paths`. Reading: `systems.torch.dcp.read`; writing: `systems.torch.dcp.target`.
 Cost: about 0.1 ms a box, 4 us where there are very many. What it does not do: read streams behind extensions (zstd),
@@ -61,7 +62,7 @@ class _Dcp:
     )
 
     def detect(self, tree: Tree) -> Evidence | None:
-        """By names: see `systems.torch.dcp.folders`."""
+        """Claim the tree by file names alone; `systems.torch.dcp.folders` has the rules."""
         if tree.single is not None:
             return None
         saves = dcp_folders.find(tree.listing())
@@ -70,14 +71,14 @@ class _Dcp:
         return Evidence(dcp_folders.why(saves), files=dcp_folders.files(saves, tree.listing()))
 
     def find_lone_files(self, tree: Tree) -> Mapping[str, Callable[[], FileContent]]:
-        """The files of items, those of Megatron's formats too: without `.metadata` they say dtypes and shapes alone."""
+        """Readers for `.distcp` files without their `.metadata`, also Megatron's: only dtypes and shapes are known."""
         from ckpt_tool.formats.dcp_container.dcp_lone import is_item_file, read_items
 
         paths = [path for path in tree.listing() if dcp_items.rank_of(path) is not None]
         return {path: partial(read_items, tree, path) for path in paths if is_item_file(tree, path)}
 
     def read(self, tree: Tree, options: ReadOptions = AS_IS) -> Catalog:
-        """The catalog, from `.metadata` and the zip directories of the items; object items are read whole. Options:
+        """The catalog, from `.metadata` and the zip directories of the items; object items are read in full. Options:
         `require_checksums` (bool) refuses files without CRCs (E0397); `forced` (bool): the user named the format, so
         keys that have another system's meaning are read as they are.
 
@@ -90,11 +91,11 @@ class _Dcp:
         return read_tree(tree, options)
 
     def rank_of(self, path: str, mesh: Mapping[str, int]) -> Mapping[str, int] | None:
-        """The rank alone: where it stands in the mesh no name says."""
+        """The rank in a data file's name; the name does not give its coordinates in the mesh."""
         return dcp_items.rank_of(path)
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
-        """The whole output; see `systems.torch.dcp.target`."""
+        """The plan of the output folder; see `systems.torch.dcp.target`."""
         from ckpt_tool.systems.torch.dcp.target import dcp_target
 
         return dcp_target(wanted, layout)

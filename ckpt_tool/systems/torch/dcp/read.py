@@ -29,7 +29,10 @@ _PICKLES = (".pt", ".pth", ".pkl", ".bin")
 
 
 def read_tree(tree: Tree, options: ReadOptions) -> Catalog:
-    """The catalog; see `format` for options and errors."""
+    """Read the DCP saves of a tree into one catalog.
+
+    Options and errors are those of `systems.torch.dcp.format`'s `read`.
+    """
     saves = dcp_folders.find(tree.listing())
     if not saves:
         raise UnknownFormat(
@@ -40,6 +43,8 @@ def read_tree(tree: Tree, options: ReadOptions) -> Catalog:
         )
     dcp_folders.check(saves, tree.display())
     listings = read_each(saves, lambda save: read_listing(tree, save.folder, save.metadata), file=id)
+
+    # Another system's keys are refused before the data files are looked for: the message is the more useful one.
     for listing in listings:
         if not options.forced:
             dcp_folders.refuse(
@@ -63,12 +68,14 @@ class _DcpReading:
         self.state = State(tree, listings)
 
     def catalog(self, *, required: bool) -> Catalog:
+        """The catalog of all saves. required: refuse files without checksums."""
         state = self.state
         listings = self.state.listings
         extras = state.extras.finished()
         leaves = [Leaf(tensor.path, tensor.shape) for tensor in state.tensors]
         named = name_leaves(leaves, extras, path=self.tree.display(self._metadata()[0]))
 
+        # A tensor whose state can't be named is listed as unread, so that the others remain readable.
         tensors, unread = set_apart(
             {
                 key: LogicalTensor(key, tensor.shape, tensor.dtype, tensor.chunks, tensor.path)
@@ -109,8 +116,11 @@ class _DcpReading:
         return tuple(save.folder + name for save in self.saves for name in save.metadata)
 
     def _marker(self) -> tuple[str, ...]:
-        """Lightning's file beside the DCP, without which Lightning does not take the folder for a sharded checkpoint;
-        none where its pickle names code, for that is nothing to pass on."""
+        """Lightning's `meta.pt`, if it is there and safe to copy.
+
+        Without it Lightning does not recognise the folder as a sharded checkpoint. It is not copied if its pickle names
+        code, which must not reach an output.
+        """
         if self.tree.single is not None or not self.tree.exists(dcp_folders.MARKER):
             return ()
         from ckpt_tool.storage.pickles.survey import unsafe_names
@@ -118,8 +128,10 @@ class _DcpReading:
         return () if unsafe_names(self.tree, (dcp_folders.MARKER,)) else (dcp_folders.MARKER,)
 
     def _beside(self) -> Iterable[Note]:
-        """What a trainer keeps beside its saves: pickles, at the root and in folders of their own (`train/rank0.pt`,
-        `dataloader/`, `extra_state/`)."""
+        """Notes on a trainer's pickles that are not part of the saves.
+
+        They are at the root and in folders of their own (`train/rank0.pt`, `dataloader/`, `extra_state/`).
+        """
         taken = set(self.state.files)
         marker = dcp_folders.MARKER
         if self.tree.single is None and self.tree.exists(marker):
@@ -141,9 +153,11 @@ class _DcpReading:
 
 
 def _mesh(tensors: Iterable[LogicalTensor]) -> Mesh:
-    """The degrees that the boxes show: cuts along dim 0 alone are data shards, cuts along other dims tensor
-    parallel."""
-    rows = columns = both = 1
+    """The parallel degrees that the boxes suggest; `.metadata` does not state a mesh.
+
+    Tensors that are cut along dim 0 alone count as data parallel shards, cuts along any other dim as tensor parallel.
+    """
+    rows = columns = both = 1  # `both`: cuts along dim 0 of the tensors that are cut along another dim too
     for tensor in tensors:
         if len(tensor.chunks) < 2 or not tensor.shape:
             continue
@@ -159,7 +173,7 @@ def _mesh(tensors: Iterable[LogicalTensor]) -> Mesh:
 
 
 def _ranks(files: Iterable[str], mesh: Mesh) -> dict[str, dict[str, int]]:
-    """Which rank wrote each file, as its name says; as a dp coordinate where dp is all there is."""
+    """The rank that wrote each file, from its name: a dp coordinate if dp is the only degree, else the bare rank."""
     dims = dict(mesh.dims)
     ranks = {file: int(found[1]) for file in files if (found := DATA.fullmatch(file.rpartition("/")[2]))}
     dim = "dp" if set(dims) == {"dp"} and max(ranks.values(), default=0) < dims["dp"] else "rank"

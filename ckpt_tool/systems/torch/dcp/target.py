@@ -12,7 +12,7 @@ the mesh (tp fastest); no file for a rank that has nothing; `planner_data` alway
 with torch itself.
 
 A checkpoint of accelerate keeps its two folders, each with its own `.metadata`; one more at the root lists both, so
-that torch loads the whole by one call. Cost: a few us a box. What it does not do: padding, replicas, compression.
+that torch loads everything by one call. Cost: a few us a box. What it does not do: padding, replicas, compression.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from ckpt_tool.systems.torch.dcp.folders import Folders, is_pair
 
 
 def dcp_target(wanted: Wanted, layout: Layout) -> Target:
-    """The folder. Raises UsageError E0240 (two keys flatten to one), E0241, E0242 (a dtype torch lacks)."""
+    """The plan of the output folder. Raises UsageError E0240 (two keys flatten to one), E0241, E0242 (a dtype torch
+    lacks)."""
     nested = nest(wanted, [NestingSlot(i) for i in range(len(wanted.tensors))], whole_numbers=False)
     folders = _folders(wanted.hints.get(Folders))
     leaves: dict[str, tuple[Path, Any]] = {}
@@ -71,6 +72,7 @@ def dcp_target(wanted: Wanted, layout: Layout) -> Target:
 
 
 def _empty_dicts(value: Any, path: Path = ()) -> Iterator[str]:
+    """Keys of the dicts that are lost because flattening yields nothing for them."""
     if isinstance(value, Mapping):
         if not value and path:
             yield dotted(path)
@@ -92,20 +94,22 @@ def _folders(hint: Folders | None) -> dict[str, str]:
 
 
 class _DcpWriter:
-    """Lays items into files."""
+    """Assigns each item to the file of a rank."""
 
     def __init__(self, wanted: Wanted, layout: Layout, folders: Mapping[str, str]) -> None:
         self.wanted = wanted
         self.folders = folders
         self.files = ItemFiles(wanted.tensors)
         self._cuts = Cuts(layout)
-        self._items: dict[int, tuple[StoredItem, ...]] = {}  # by the id of a cut
+        # By the id of a cut: tensors of one shape and placement share the object, so their items are built once.
+        self._items: dict[int, tuple[StoredItem, ...]] = {}
 
     def _folder(self, path: Path) -> str:
+        # What is neither model nor optimizer goes into the model's folder; "" for a plain checkpoint.
         return self.folders.get(str(path[0]), next(iter(self.folders.values()), ""))
 
     def object(self, key: str, path: Path, value: Any) -> None:
-        """An object item; tensors inside it (in a tuple) lie in the item's zip, whole."""
+        """Add an object item; tensors inside it (in a tuple) are stored unsharded in the same zip."""
         composer = TorchComposer()
         self.files.object(key, path, composer.file("", self._filled(value, composer)), self._folder(path))
 
@@ -123,8 +127,10 @@ class _DcpWriter:
         return value
 
     def tensor(self, key: str, path: Path, index: int) -> None:
-        """A tensor: an item a box that is written, by the rank that holds its first replica; empty boxes only of an
-        empty tensor."""
+        """Add a tensor: one item for each box, in the file of the rank that holds its first replica.
+
+        Empty boxes are left out, except that an empty tensor has one.
+        """
         shape = self.wanted.tensors[index].shape
         cut, first = self._cuts.of(index, shape)
         items = self._items.get(id(cut))
@@ -133,7 +139,7 @@ class _DcpWriter:
         self.files.tensor(key, path, shape, [TensorShare(index, items, first=first)], self._folder(path))
 
     def finished(self, keys: Sequence[str]) -> list[TargetFile]:
-        """The files. keys: in the order of the metadata."""
+        """The files and their `.metadata`. keys: in the order of the metadata."""
         entries = [self.files.entries[key] for key in keys]
         out = self.files.finished()
         for folder in self.folders.values():
@@ -144,12 +150,12 @@ class _DcpWriter:
 
 
 def _items_of(cut: Cut) -> tuple[StoredItem, ...]:
-    """The items of a tensor that is cut so."""
+    """The items of a tensor that is cut this way, each with the rank that writes it."""
     is_empty = 0 in cut.shape
     ranks: dict[Box, int] = {}
     for part in cut.parts:
         if part.replica == 0 and (part.box.numel or is_empty):
             ranks.setdefault(part.box, part.rank)
-    if is_empty:
+    if is_empty:  # one item is enough: all boxes of an empty tensor are empty
         ranks = {whole(cut.shape): next(iter(ranks.values()), 0)}
     return tuple([StoredItem(box, box.offset, box.shape, rank) for box, rank in ranks.items()])

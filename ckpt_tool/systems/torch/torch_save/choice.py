@@ -7,10 +7,10 @@
     model_world_size_4_rank_{0..3}.pt, optim_..., extra_state_...   a file a rank (`systems.torch.torch_save.ranks`)
     model_final.rank_{0..3}.pth                     the same, a rank's whole state in one file
 
-A file that nothing but its content speaks for counts only where no other file of the folder may hold
-tensors: no safetensors, no `.distcp`, no part of a whole by its name. What accelerate and the Trainer put beside a
-model (`training_args.bin`, `optimizer.pt`, `scheduler.bin`, ...) is not the model; the note says so. Cost: the listing
-and a few bytes of at most `LOOKED_AT` files.
+A file that is recognised by its content alone counts only if no other file of the folder may hold tensors: no
+safetensors, no `.distcp`, no name of a shard. What accelerate and the Trainer put next to a model (`training_args.bin`,
+`optimizer.pt`, `scheduler.bin`, ...) is not the model; a note reports it. Cost: the listing and a few bytes of at most
+`LOOKED_AT` files.
 """
 
 from __future__ import annotations
@@ -41,17 +41,20 @@ HEAD = 512  # bytes
 _END = 4096  # bytes of a file's end
 _TORCH_NAMES = (".pt", ".pth", ".bin", ".ckpt", ".pt2", ".tar")
 _NUMBERED = re.compile(r"(.+)-(\d{1,7})-of-(\d{1,7})\.(?:bin|pt|pth)")
+# Files of accelerate and the Trainer: torch files too, but not the model.
 _BESIDE = re.compile(
     r"(training_args\.bin|optimizer(_\d+)?\.(pt|bin)|scheduler(_\d+)?\.(pt|bin)|scaler\.pt|sampler(_\d+)?\.bin|"
     r"rng_state.*\.pth|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl)"
 )
 _OF_META = re.compile(r"consolidated\.\d+\.pth")
 _OTHERS = (".safetensors", ".distcp", ".metadata", ".safetensors.index.json")
+# Shards of other formats that are also torch files (Meta, Megatron, DeepSpeed): one alone is not a model.
 _PART = re.compile(
     r"consolidated\.\d+\.pth|mp_rank_\d|zero_pp_rank_|.*_rank_\d+.*\.pt|.*_optim_states\.pt|layer_\d+-model"
 )
 
 
+# verl's names, and the same without the number of ranks
 _OF_RANK = re.compile(
     r"(model|optim|optimizer|extra_state|ema)_(?:world_size_(\d{1,6})_)?rank_(\d{1,6})\.(?:pt|pth|bin)"
 )
@@ -61,16 +64,16 @@ _OF_WHOLE_RANK = re.compile(r"(.+)\.rank_(\d{1,6})\.(?:pt|pth|bin)")  # a rank's
 
 
 class TorchRankFile(NamedTuple):
-    """A rank's own file."""
+    """A file that one rank wrote."""
 
     name: str
-    kind: str  # `model`, `optim`, ...: the level of the state that it holds, "" for a whole one
-    world: int | None  # ranks, where its name says so
-    rank: int | None  # whose it is, None where nothing says so
+    kind: str  # `model`, `optim`, ...: the level of the state that it holds, "" for the complete state
+    world: int | None  # number of ranks, None if the name does not give it
+    rank: int | None  # the rank that wrote it, None if unknown
 
 
 def rank_named(path: str) -> int | None:
-    """The rank whose own file it is by its name (`optim_world_size_4_rank_2.pt`), None for any other file."""
+    """The rank in the name of a per-rank file (`optim_world_size_4_rank_2.pt`), None for any other file."""
     match = _OF_RANK.fullmatch(path.rpartition("/")[2])
     return int(match[3]) if match is not None else None
 
@@ -79,20 +82,20 @@ def rank_named(path: str) -> int | None:
 class ChosenFiles:
     """The files of a folder that are the checkpoint."""
 
-    why: str  # in words
-    files: tuple[str, ...] = ()  # in order; empty where the index tells
+    why: str  # in words, for messages
+    files: tuple[str, ...] = ()  # in order; empty if the index lists them
     index: str | None = None  # its path
     notes: tuple[Note, ...] = ()
     ranks: tuple[TorchRankFile, ...] = ()  # a file a rank
 
 
 def rank_files(names: Sequence[str]) -> tuple[TorchRankFile, ...]:
-    """Those of `names` that are a rank's, sorted by kind and rank."""
+    """Those of `names` that are per-rank files, sorted by kind and rank."""
     ranked: list[TorchRankFile] = []
     for name, match in _matching_files(names, _OF_RANK):
         world = int(match[2]) if match[2] else None
         ranked.append(TorchRankFile(name, match[1], world, int(match[3])))
-    if not ranked:
+    if not ranked:  # several stems would be several checkpoints (`model_0001.rank_0.pth`, `model_final.rank_0.pth`)
         wholes = _matching_files(names, _OF_WHOLE_RANK)
         if len({match[1] for _, match in wholes}) == 1:
             ranked = [TorchRankFile(name, "", None, int(match[2])) for name, match in wholes]
@@ -102,14 +105,18 @@ def rank_files(names: Sequence[str]) -> tuple[TorchRankFile, ...]:
 
 
 def _matching_files(names: Iterable[str], pattern: re.Pattern[str]) -> list[tuple[str, re.Match[str]]]:
-    """The paths whose last part `pattern` fits, each with its match."""
+    """The paths whose last part matches `pattern`, each with its match."""
     matches = ((name, pattern.fullmatch(name.rpartition("/")[2])) for name in names)
     return [(name, match) for name, match in matches if match]
 
 
 def choose(tree: Tree, prefer: str | None = None) -> ChosenFiles | None:
-    """The files that count, None when there is no torch checkpoint. prefer: the one file to take where there is an
-    index too, or `files`: no index. Never raises for another format's tree."""
+    """The files that make up the torch checkpoint, None if there is none. Never raises for another format's tree.
+
+    Args:
+        tree: A folder or a single file.
+        prefer: The value of `--prefer`: the one file to take if there is an index too, or `files` to ignore the index.
+    """
     if tree.single is not None:
         return _one(tree, tree.single)
 
@@ -118,6 +125,8 @@ def choose(tree: Tree, prefer: str | None = None) -> ChosenFiles | None:
         from ckpt_tool.formats.adapters.beside import is_of_trained
 
         names = [name for name in names if not is_of_trained(name)]
+
+    # Per-rank files come first: each is a valid torch file, but holds only a part of every tensor.
     ranked = rank_files(names)
     wholes = [file for file in ranked if not file.kind]
     alone = not any(name.endswith(_OTHERS) for name in names)
@@ -139,6 +148,7 @@ def choose(tree: Tree, prefer: str | None = None) -> ChosenFiles | None:
         index = (usual or indexes)[0]
         return ChosenFiles(f"an index, {index}", index=index)
 
+    # From here on there is no index, and other formats' files speak against torch.
     weights = [name for name in names if not _BESIDE.fullmatch(name)]
     whole = "pytorch_model" in stems or not any(name.endswith(_OTHERS) or _PART.match(name) for name in names)
     if len(stems) == 1 and whole and _looks(tree, numbered[0]):
@@ -155,7 +165,7 @@ def choose(tree: Tree, prefer: str | None = None) -> ChosenFiles | None:
 
 
 def find_one_beside_numbered(chosen: ChosenFiles) -> str | None:
-    """The file that would be the same model in one, None unless numbered files are read without an index."""
+    """The single file that may hold the same model as these numbered files; None unless they have no index."""
     is_numbered = chosen.index is None and len(chosen.files) > 0 and _NUMBERED.fullmatch(chosen.files[0])
     return name_without_number(chosen.files[0]) if is_numbered else None
 
@@ -171,13 +181,15 @@ def name_without_number(numbered: str) -> str:
 
 
 def names_of_index(index: str) -> tuple[str, str]:
-    """What `--prefer` may call it."""
+    """The values of `--prefer` that select this index."""
     return index, index.removesuffix(INDEX_SUFFIX)
 
 
 def evidence(tree: Tree) -> Evidence | None:
-    """The claim on what `choose` takes: transformers takes `pytorch_model*.bin` where there is no model in
-    safetensors."""
+    """The claim on the files that `choose` returns, None if there are none.
+
+    transformers loads `pytorch_model*.bin` if a folder has no model in safetensors, so its names rank behind those.
+    """
     chosen = choose(tree)
     if chosen is None:
         return None
@@ -202,14 +214,14 @@ def evidence(tree: Tree) -> Evidence | None:
 
 
 def _one(tree: Tree, name: str) -> ChosenFiles | None:
-    """A single file: torch's by content; a damaged one by its end or its name."""
+    """The choice for a single file: by its first bytes, or by its end if the start is damaged."""
     head = tree.head(name, HEAD)
     if name.endswith(INDEX_SUFFIX) and head.lstrip()[:1] == b"{":
         return ChosenFiles("an index of .bin files", index=name)
     size = tree.size(name)
     if looks_like_header(head, size):
         return None
-    if what_is(head) == NPZ:
+    if what_is(head) == NPZ:  # a zip too, of NumPy
         return None
     if head[:4] in (b"PK\x03\x04", b"PK\x05\x06") or is_stream(head):
         return ChosenFiles(
@@ -217,6 +229,8 @@ def _one(tree: Tree, name: str) -> ChosenFiles | None:
         )
     if is_tar(head) and name.endswith(_TORCH_NAMES):
         return ChosenFiles("a tar archive", (name,))
+
+    # A zip's directory is at its end: it is found even if something else was written before the archive.
     end = tree.read(name, max(0, size - _END), min(size, _END))
     if b"PK\x05\x06" in end and b"data.pkl" in end:
         return ChosenFiles("a zip's end after something else", (name,))
@@ -224,7 +238,7 @@ def _one(tree: Tree, name: str) -> ChosenFiles | None:
 
 
 def _shard(name: str) -> tuple[Note, ...]:
-    """A note where the file is one of Meta's shards, by its name."""
+    """A note if the file has the name of one of Meta's shards."""
     if not _OF_META.fullmatch(name):
         return ()
     message = "one shard of Meta's, by its name: pass the folder to read the whole model"
@@ -238,19 +252,19 @@ def _looks(tree: Tree, name: str) -> bool:
         head = tree.head(name, 320)  # a local header and the longest name; 200 files of it are 64 KB
     except StorageError:
         raise
-    except CkptError:  # not readable: whoever reads the folder will say so
+    except CkptError:  # not readable: the reader of the folder will report it
         return False
     return is_stream(head) or (head[:4] == b"PK\x03\x04" and b"/data.pkl" in head)
 
 
 def beside_notes(tree: Tree, taken: Iterable[str]) -> tuple[Note, ...]:
-    """A note on a trainer's files beside the model that are not among `taken`."""
+    """A note on a trainer's files next to the model that are not among `taken`."""
     found = sorted({name for name in tree.names() if _BESIDE.fullmatch(name)}.difference(taken))
     return (Note("N-beside", f"next to the model, not read and not carried: {', '.join(found[:20])}"),) if found else ()
 
 
 def check_numbers(files: tuple[str, ...], shown: str) -> None:
-    """Raise Incomplete (E0380) or InconsistentCheckpoint (E0384) when numbered files are not one whole set."""
+    """Raise Incomplete (E0380) or InconsistentCheckpoint (E0384) if numbered files are not one complete set."""
     parts = [match for match in map(_NUMBERED.fullmatch, files) if match]
     if not parts:
         return
@@ -264,7 +278,7 @@ def check_numbers(files: tuple[str, ...], shown: str) -> None:
             path=shown,
             hint="remove the files of the older save",
         )
-    first = 0 if 0 in numbers else 1
+    first = 0 if 0 in numbers else 1  # transformers counts from 1; sets that count from 0 are accepted too
     absent = [n for n in range(first, first + total) if n not in numbers] if total < 1_000_000 else [total]
     if absent:
         fault = Incomplete(

@@ -1,7 +1,7 @@
 """`torch`: what `torch.save` writes: `.pt`, `.pth`, `.bin`, one file or several with an index.
 
-The one idea: the pickle says where every tensor's elements lie in the file (storage, offset, shape, strides), so a
-tensor of a 100 GB file costs a few hundred bytes to find, and no pickle is ever executed.
+The one idea: the pickle records where every tensor's elements are in the file (storage, offset, shape, strides), so
+locating a tensor in a 100 GB file costs a few hundred bytes of reading, and no pickle is ever executed.
 
     training.pt  {"model": {"w": T}, "optimizer": {"state": {0: {"exp_avg": T}}, "param_groups": [...]}, "epoch": 3}
     ->  w, w [exp_avg], extras {"optimizer": {"param_groups": [...]}, "epoch": 3}
@@ -11,7 +11,7 @@ Specification. Containers: `torch_files.torchzip` (torch >= 1.6: a zip of stored
 
 * A file holds any object; a state dict is an OrderedDict with `_metadata` (module versions), a training state nests
   several. Names and states: `formats.state_dict.paths`; an optimizer's numbers: `formats.state_dict.optimizer_ids`.
-* Tensors are views: several may lie in one storage (tied weights, slices of a flat buffer), with any strides; stride 0
+* Tensors are views: several may share one storage (tied weights, slices of a flat buffer), with any strides; stride 0
   repeats elements (`expand`). Each name is a tensor of its own here; a note reports that two share bytes.
 * Parameters are tensors with a flag, which is not kept. Objects of other classes are carried in the extras as records.
 * Hugging Face (transformers 4): `pytorch_model-0000i-of-0000n.bin` and `pytorch_model.bin.index.json` with `weight_map`
@@ -19,9 +19,9 @@ Specification. Containers: `torch_files.torchzip` (torch >= 1.6: a zip of stored
 * One file a rank, of DTensors (`model_world_size_W_rank_R.pt`): `systems.torch.torch_save.ranks`, read only.
 
 Writing: the model alone, without extras, in Hugging Face's layout; anything more as one file (`checkpoint.pt` in a
-folder), nested as the source nested it. Each tensor is written whole into its own storage, row-major: ties come out as
-equal copies. `torch.load(weights_only=True)` reads it, with mmap too. Equal input gives equal bytes. Cost: about 5 us a
-tensor. What it does not do: TorchScript, sparse and quantised tensors.
+folder), nested as the source nested it. Each tensor is written unsharded into a storage of its own, row-major: tied
+weights become equal copies. `torch.load(weights_only=True)` reads it, with mmap too. Equal input gives equal bytes.
+Cost: about 5 us a tensor. What it does not do: TorchScript, sparse and quantised tensors.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class _Torch:
     )
 
     def detect(self, tree: Tree) -> Evidence | None:
-        """By names and first bytes: see `systems.torch.torch_save.choice`."""
+        """Claim files by their names and first bytes; `systems.torch.torch_save.choice` has the rules."""
         return torch_choice.evidence(tree)
 
     def read(self, tree: Tree, options: ReadOptions = AS_IS) -> Catalog:
@@ -101,7 +101,7 @@ class _Torch:
         """
         prefer = options.prefer
         chosen = torch_choice.choose(tree, prefer)
-        if chosen is None and tree.single is not None:
+        if chosen is None and tree.single is not None:  # the user named the format: its reader reports the fault
             chosen = ChosenFiles("asked for", (tree.single,))
         if chosen is None:
             raise UnknownFormat(
@@ -110,6 +110,8 @@ class _Torch:
                 path=tree.display(),
                 hint="pass the file itself",
             )
+
+        # A sharded model and a single file of the same stem may be of two saves; only the user knows which is meant.
         if chosen.index is not None and tree.single is None and prefer not in torch_choice.names_of_index(chosen.index):
             _refuse_one_beside(tree, chosen.index)
         whole_file = torch_choice.find_one_beside_numbered(chosen)
@@ -121,12 +123,12 @@ class _Torch:
         return replace(catalog, notes=(*catalog.notes, *unread)) if unread else catalog
 
     def rank_of(self, path: str, mesh: Mapping[str, int]) -> Mapping[str, int] | None:
-        """The number in the name of a rank's own file."""
+        """The rank in the name of a per-rank file, None for any other file."""
         rank = torch_choice.rank_named(path)
         return {"rank": rank} if rank is not None else None
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
-        """One file, or Hugging Face's layout for a model alone."""
+        """The plan of the output: Hugging Face's layout for a model alone, one file for anything more."""
         return _target(wanted)
 
 
@@ -137,6 +139,7 @@ FORMAT = _Torch()
 
 
 def _read(tree: Tree, chosen: ChosenFiles, options: ReadOptions) -> Catalog:
+    # File -> the names that its index gives it; None without an index, which means that any names are right.
     expected = _expected(tree, chosen.index) if chosen.index else dict.fromkeys(chosen.files)
     required = options.require_checksums
     from ckpt_tool.systems.torch.torch_save import ranks as torch_ranks  # few sources are of this kind
@@ -144,7 +147,7 @@ def _read(tree: Tree, chosen: ChosenFiles, options: ReadOptions) -> Catalog:
     if chosen.ranks:
         return torch_ranks.read(tree, chosen, required=required)
     files = read_by_file(expected, lambda name: read_content(tree, name, dtensors=True))
-    if any(file.wrapped for file in files.values()):
+    if any(file.wrapped for file in files.values()):  # DTensors or ShardedTensors: per-rank files, whatever the name
         own = [(torch_choice.rank_files([n]) or (TorchRankFile(n, "", None, None),))[0]._replace(name=n) for n in files]
         return torch_ranks.read(tree, replace(chosen, ranks=tuple(own)), required=required)
     notes = [*chosen.notes, *_hold_against(tree, expected, files, lenient=options.lenient)]
@@ -152,14 +155,14 @@ def _read(tree: Tree, chosen: ChosenFiles, options: ReadOptions) -> Catalog:
 
 
 def _refuse_one_beside(tree: Tree, path: str) -> None:
-    """Raise InconsistentCheckpoint E2874 where the file of the index's stem is next to it and no part of it."""
+    """Raise InconsistentCheckpoint E2874 if a single file with the index's stem is next to it and not listed in it."""
     one = path.removesuffix(torch_choice.INDEX_SUFFIX) + ".bin"
     if one in tree.names():
         refuse_file_next_to_index(tree, one, path, read_index(tree, path).shards, most=SHOWN)
 
 
 def _find_numbered(tree: Tree) -> str:
-    """What to say where the index names files that are missing and there is a complete set without it."""
+    """A hint for an index that lists missing files, if the numbered files in the folder are a complete set; else ""."""
     others = torch_choice.choose(tree, torch_choice.WITHOUT_INDEX) if tree.single is None else None
     if others is None or not others.files:
         return ""
@@ -174,14 +177,14 @@ def _find_numbered(tree: Tree) -> str:
 
 
 def _expected(tree: Tree, index: str) -> dict[str, Any]:
-    """File -> the tensors that the index says it holds. Raises Incomplete naming every missing file."""
+    """The names of the tensors that the index lists for each file. Raises Incomplete naming every missing file."""
     read = read_index(tree, index)
     have = tree.listing()
     missing = []
     for file in read.shards:
         if tree.single is None and file not in have:
             missing.append(file)
-        elif tree.single is not None:
+        elif tree.single is not None:  # a tree of a single file lists only that one, but its neighbours can be opened
             try:
                 tree.fd(file)
             except Incomplete:
@@ -202,7 +205,11 @@ def _expected(tree: Tree, index: str) -> dict[str, Any]:
 def _hold_against(
     tree: Tree, expected: Mapping[str, Any], files: Mapping[str, TorchContent], *, lenient: bool
 ) -> list[Note]:
-    """The files' tensors against the index, and against each other."""
+    """Compare the files' tensors with the index and with each other; returns notes on tensors that are left out.
+
+    Raises Incomplete E0381 (a tensor of the index is missing), InconsistentCheckpoint E0382 (tensors that the index
+    lacks, unless `lenient`) and E0383 (a tensor in two files).
+    """
     notes = []
     seen: dict[str, str] = {}
     for name, file in files.items():
@@ -233,6 +240,8 @@ def _hold_against(
         if strangers:
             file.leaves[:] = [leaf for leaf in file.leaves if dotted(leaf[0]) in wanted]
             notes.append(Note("W-extra-tensors", f"not in the index, not read: {', '.join(strangers[:20])}", name))
+
+        # Without an index nothing tells which of two copies is right.
         for key in names if len(files) > 1 else ():
             other = seen.setdefault(key, name)
             if other != name and (wanted is None or key in wanted):
@@ -256,6 +265,7 @@ def _catalog(
         extras.update(file.extras if isinstance(file.extras, dict) else {"value": file.extras})
 
     leaves = [Leaf(path, array.shape, (array.path, array.offset, array.shape, array.strides)) for path, array in found]
+    # In a hub model a key such as `model.norm.weight` is a name; in a training state `model` is a level of nesting.
     if _is_hugging_face(chosen, leaves, extras):
         named = Named([TensorKey(clean(str(leaf.path[0]))) for leaf in leaves], [], Roots(model=()))
     else:
@@ -296,8 +306,10 @@ def _catalog(
 
 
 def _is_hugging_face(chosen: ChosenFiles, leaves: Sequence[Leaf], extras: Mapping[str, Any]) -> bool:
-    """A model by its file names, flat as Hugging Face keeps it: every key is a tensor's name, whatever it looks
-    like, but for averages."""
+    """Whether this is a flat model of Hugging Face: then each key is a tensor's name and no path of nested states.
+
+    It has Hugging Face's file names, no extras, no nesting and no averages (EMA).
+    """
     named = chosen.index is not None or all(name.startswith("pytorch_model") for name in chosen.files)
     names = {clean(str(leaf.path[0])) for leaf in leaves}
     if any(is_average(name.partition(".")[0]) for name in names):
@@ -306,7 +318,7 @@ def _is_hugging_face(chosen: ChosenFiles, leaves: Sequence[Leaf], extras: Mappin
 
 
 def _sharing(tensors: Mapping[TensorKey, LogicalTensor]) -> list[Note]:
-    """Which tensors lie over the same bytes, and which repeat elements."""
+    """Notes on tensors that share bytes (tied weights), and on tensors with repeated elements (stride 0)."""
     by_place: dict[Any, list[TensorKey]] = {}
     repeated = []
     for key, tensor in tensors.items():
@@ -338,7 +350,7 @@ def _target(wanted: Wanted) -> Target:
         refuse_taken_for_averages(wanted.tensors)
         return Target("torch", (*_hugging_face(wanted), *copies), by_size=True)
     places = [stored(str(i), tensor.shape, tensor.dtype) for i, tensor in enumerate(wanted.tensors)]
-    if _bare(wanted):
+    if _bare(wanted):  # a flat dict of names, as most loaders expect it
         state: Mapping[Any, Any] = {t.key.name: place for t, place in zip(wanted.tensors, places, strict=True)}
         notes: list[str] = []
     else:
@@ -349,7 +361,10 @@ def _target(wanted: Wanted) -> Target:
 
 
 def _bare(wanted: Wanted) -> bool:
-    """Is it a model alone, of a source without nesting, whose names a reader will take for what they are?"""
+    """Whether the output can be a flat dict: a model alone, from a source without nesting, with unambiguous names.
+
+    Names are unambiguous if reading them back as a flat dict gives the same names.
+    """
     if wanted.extras or wanted.hints.get(Roots) or any(t.key.state != MODEL for t in wanted.tensors):
         return False
     found = name_leaves([Leaf((t.key.name,), t.shape) for t in wanted.tensors], {})
@@ -357,7 +372,7 @@ def _bare(wanted: Wanted) -> bool:
 
 
 def _hugging_face(wanted: Wanted) -> list[TargetFile]:
-    """Flat names, in as many files as `shard_size` asks for, and their index."""
+    """The files of a hub model: flat names, files of at most `shard_size`, and an index if there are several."""
     bins = pack([tensor.nbytes for tensor in wanted.tensors], wanted.shard_size) or [[]]
     count = len(bins)
     names = [
@@ -380,12 +395,12 @@ def _hugging_face(wanted: Wanted) -> list[TargetFile]:
 
 
 def _file(name: str, pickle: bytes, tensors: Sequence[WantedTensor], rows: Sequence[int]) -> TargetFile:
-    """One torch zip. rows: the tensors' numbers among all that are wanted."""
+    """The plan of one torch zip. rows: the tensors' indexes in `wanted.tensors`."""
     plan = plan_zip(ROOT, pickle, [(str(i), tensor.nbytes) for i, tensor in enumerate(tensors)])
     arrays: list[TargetArray] = []
     patches: list[Patch] = []
     for row, tensor, offset, holes in zip(rows, tensors, plan.offsets, plan.crcs, strict=True):
-        if tensor.nbytes:
+        if tensor.nbytes:  # the zip's CRC fields are filled in once the bytes have been written
             patches += [Patch(hole, "crc32", len(arrays)) for hole in holes]
             arrays.append(TargetArray(row, whole(tensor.shape), offset))
     return TargetFile(name, plan.size, plan.literals, tuple(arrays), tuple(patches))

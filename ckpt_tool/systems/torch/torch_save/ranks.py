@@ -7,7 +7,7 @@
 The one idea: a DTensor's pickle holds the whole tensor's shape and its cut, and the file's name the rank, so each file
 is a box of each tensor (`formats.state_dict.dtensor_spec`); no index and no collective is needed. The kinds become the
 levels of one nested state, `{"model": ..., "optim": ..., "extra_state": ...}`, which `formats.state_dict.paths` names
-as any other.
+like any other state.
 
 Specification. File names: verl 2025 `utils/checkpoint/fsdp_checkpoint_manager.py` (`model_`, `optim_`, `extra_state_`,
 then `world_size_W_rank_R.pt`); a name without `world_size_W` counts too. Content: torch 2.13 `distributed/tensor`; an
@@ -20,7 +20,7 @@ values are read. Plain values have to be equal on all ranks, RNG states aside: t
 Cost: as the pickles. What it does not do: write them (a trainer loads its own, of its own size: `ckpt reshard` gives
 one file or dcp), or FSDP1's flat parameters (`LOCAL_STATE_DICT`), which say nothing of the tensors inside.
 
-FSDP1's sharded state dicts are read the same way, from the boxes that their ShardedTensors state
+FSDP1's sharded state dicts are read the same way, from the boxes recorded in their ShardedTensors
 (`formats.state_dict.sharded_tensors`); trainers of its time call the files `model_final.rank_0.pth` (DINOv2).
 """
 
@@ -57,6 +57,7 @@ from ckpt_tool.systems.torch.torch_save.choice import MISSING, MIXED, ChosenFile
 DISAGREE = "E0354"
 UNPLACED = dtensor_spec.UNPLACED
 SHOWN = 50
+# Keys of random number generators' states: the only plain values that may differ between ranks.
 RNG = frozenset(("rng", "rng_state", "rng_states", "random_state", "random_states"))
 
 
@@ -65,14 +66,14 @@ class _RankShare(NamedTuple):
 
     rank: int
     array: StoredArray
-    shape: tuple[int, ...]  # the whole tensor's
-    placed: DTensorPlacement | None  # of a DTensor
-    shards: ShardOfRank | None = None  # of a ShardedTensor
+    shape: tuple[int, ...]  # of the global tensor
+    placed: DTensorPlacement | None  # of a DTensor, else None
+    shards: ShardOfRank | None = None  # of a ShardedTensor, else None
 
 
 @dataclass(slots=True)
 class _RankStates:
-    """The ranks' files, laid over each other."""
+    """The states of all ranks, collected by their path in the nested state."""
 
     parts: dict[Path, list[_RankShare]] = field(default_factory=dict)
     extras: dict[str, Any] = field(default_factory=dict)
@@ -80,12 +81,12 @@ class _RankStates:
     globals: dict[str, None] = field(default_factory=dict)
     ordered: list[tuple[Path, Any]] = field(default_factory=list)
     meshes: dict[RankMesh, None] = field(default_factory=dict)
-    own: dict[str, list[int]] = field(default_factory=dict)  # what each rank has of its own -> ranks
-    kinds: dict[str, list[int]] = field(default_factory=dict)
+    own: dict[str, list[int]] = field(default_factory=dict)  # RNG key -> the ranks that have a state of their own
+    kinds: dict[str, list[int]] = field(default_factory=dict)  # kind of file -> the ranks read so far, in order
 
 
 def read(tree: Tree, chosen: ChosenFiles, *, required: bool) -> Catalog:
-    """The catalog of `chosen.ranks`. required: refuse files without CRCs.
+    """Read the per-rank files `chosen.ranks` into one catalog. required: refuse files without CRCs.
 
     Raises Incomplete E0380 naming the ranks without a file or a tensor, InconsistentCheckpoint E0384 (files of two
     jobs) and E0354 (ranks that disagree), InputError E0399 (a part that can't be placed).
@@ -110,6 +111,8 @@ def read(tree: Tree, chosen: ChosenFiles, *, required: bool) -> Catalog:
     keyed, unread = set_apart(
         {key: t._replace(key=key) for key, t in zip(named.keys, tensors, strict=True)}, named.faults
     )
+
+    # Tensors may be on meshes of their own, such as one of data parallelism alone; the largest covers the most ranks.
     mesh = max((found.mesh() for found in state.meshes), key=lambda mesh: mesh.size, default=Mesh())
 
     notes = [
@@ -140,7 +143,10 @@ def read(tree: Tree, chosen: ChosenFiles, *, required: bool) -> Catalog:
 
 
 def _check_ranks(tree: Tree, files: Sequence[TorchRankFile]) -> None:
-    """Raise when the names do not count one whole job."""
+    """Raise if the file names are not one file for each rank of one job.
+
+    Raises InconsistentCheckpoint E0384 (files of two jobs), Incomplete E0380 (a rank has no file).
+    """
     worlds = sorted({file.world for file in files if file.world is not None})
     if len(worlds) > 1:
         odd = [file.name for file in files if file.world != worlds[-1]]
@@ -152,6 +158,7 @@ def _check_ranks(tree: Tree, files: Sequence[TorchRankFile]) -> None:
             hint="remove the files of the older save",
         )
 
+    # Names without `world_size` can't show that the last ranks are missing.
     world = worlds[0] if worlds else 1 + max(file.rank or 0 for file in files)
     faults: list[str] = []
     missing: list[str] = []
@@ -167,6 +174,7 @@ def _check_ranks(tree: Tree, files: Sequence[TorchRankFile]) -> None:
                 hint="the file was renamed, or belongs to another save",
             )
         if have and world - len(have) > 0:
+            # A damaged name may give any number of ranks; a million are enough for a message.
             gone = [rank for rank in range(min(world, 1 << 20)) if rank not in have]
             shown = ", ".join(map(str, gone[:20]))
             faults.append(f"{kind}: {world - len(have)} of {world} ranks have no file: rank {shown}")
@@ -185,7 +193,7 @@ def _check_ranks(tree: Tree, files: Sequence[TorchRankFile]) -> None:
 
 
 def _name_of_rank(peer: TorchRankFile, rank: int) -> str:
-    """What the file of a rank is called whose peer's name is known."""
+    """The name of `rank`'s file, made from the name of another rank's file of the same kind."""
     folder, slash, name = peer.name.rpartition("/")
     before, _, after = name.rpartition(str(peer.rank))
     return f"{folder}{slash}{before}{rank}{after}"
@@ -195,10 +203,11 @@ def _name_of_rank(peer: TorchRankFile, rank: int) -> str:
 
 
 def _add(tree: Tree, file: TorchRankFile, content: TorchContent, state: _RankStates) -> None:
+    """Add one rank's file to `state`: each tensor with its placement, and the plain values."""
     shown = tree.display(file.name)
     state.unsafe.update(dict.fromkeys(content.unsafe))
     state.globals.update(dict.fromkeys(content.globals))
-    meshes: dict[int, RankMesh] = {}
+    meshes: dict[int, RankMesh] = {}  # by the id of the pickled mesh, which all DTensors of a file share
 
     def load(ref: TensorRef) -> list[int]:
         return _integers(tree, content, ref)
@@ -211,6 +220,7 @@ def _add(tree: Tree, file: TorchRankFile, content: TorchContent, state: _RankSta
         if wrapper is not None and is_sharded(wrapper):
             shards = _shards(wrapper, path, rank, shown)
             rank = shards.rank if rank is None else rank
+            # FSDP1 knows data parallelism alone: its ShardedTensors have one shard for each rank.
             count = len(shards.every)
             state.meshes[RankMesh((count,), tuple(range(count)), ("dp",))] = None
         elif wrapper is not None:
@@ -228,12 +238,13 @@ def _add(tree: Tree, file: TorchRankFile, content: TorchContent, state: _RankSta
     owner = rank if rank is not None else 0
     state.kinds.setdefault(file.kind, []).append(owner)
     _add_extras(content.extras, file, owner, state, shown)
-    if owner == 0:
+    if owner == 0:  # the attributes of OrderedDicts (`_metadata`) are the same on all ranks
         state.ordered += [((*root, *path), attributes) for path, attributes in content.ordered]
 
 
 def _shards(wrapper: WrapperRef, path: Path, rank: int | None, shown: str) -> ShardOfRank:
-    """What a ShardedTensor states, held against the rank in the file's name."""
+    """The shards that a ShardedTensor records. Raises InconsistentCheckpoint E0354 if the file name gives another
+    rank."""
     try:
         shards = read_shards(wrapper, str(path[-1]))
         if rank is not None and shards.rank not in (None, rank):
@@ -252,7 +263,10 @@ def _shards(wrapper: WrapperRef, path: Path, rank: int | None, shown: str) -> Sh
 def _placed(
     wrapper: WrapperRef, meshes: dict[int, RankMesh], load: Any, rank: int | None
 ) -> tuple[DTensorPlacement, int]:
-    """(the layout, whose file it is). A mesh that names its rank (torch 2.13) is held against the file's name."""
+    """(placement of a DTensor, rank that wrote the file).
+
+    The rank comes from the file name, or from the mesh (torch 2.13 records it there); the two have to agree.
+    """
     spec = wrapper.spec
     if not isinstance(spec, PickledRecord):
         raise InputError("a DTensor without its spec", code=UNPLACED, hint="the file is damaged: save it again")
@@ -281,7 +295,7 @@ def _placed(
 
 
 def _integers(tree: Tree, content: TorchContent, ref: TensorRef) -> list[int]:
-    """The values of a small int tensor, such as a mesh's ranks."""
+    """The values of a small integer tensor, such as the ranks of a mesh."""
     array = content.find(ref) if content.find is not None else None
     if (
         array is None
@@ -296,7 +310,7 @@ def _integers(tree: Tree, content: TorchContent, ref: TensorRef) -> list[int]:
 
 
 def _own_path(root: Path, path: Path, rank: int, state: _RankStates) -> Path:
-    """Where the state keeps it: below `rank_R` what each rank has of its own (RNG states)."""
+    """The path of a tensor in the merged state; RNG states, which each rank has of its own, go below `rank_R`."""
     if root == ("extra_state",) and str(path[0]).lower() in RNG:
         state.own.setdefault(str(path[0]), []).append(rank)
         return (*root, path[0], f"rank_{rank}", *path[1:])
@@ -304,7 +318,10 @@ def _own_path(root: Path, path: Path, rank: int, state: _RankStates) -> Path:
 
 
 def _add_extras(extras: Any, file: TorchRankFile, rank: int, state: _RankStates, shown: str) -> None:
-    """Plain values: the first rank's; the others' have to be equal, but for RNG states."""
+    """Add a file's plain values to `state`.
+
+    The first rank's values are kept; those of the other ranks have to be equal, RNG states excepted (E0354).
+    """
     if not file.kind:
         _add_whole_extras(extras, rank, state, shown)
         return
@@ -340,7 +357,7 @@ def _add_extras(extras: Any, file: TorchRankFile, rank: int, state: _RankStates,
 
 
 def _add_whole_extras(extras: Any, rank: int, state: _RankStates, shown: str) -> None:
-    """The same for files that hold a rank's whole state, whose levels are those of the pickle."""
+    """As `_add_extras`, for files that hold all of a rank's state: the levels are those of the pickle itself."""
     shared = dict(extras) if isinstance(extras, dict) else {"value": extras}
     for key in [key for key in shared if str(key).lower() in RNG]:
         value = shared.pop(key)
@@ -379,11 +396,12 @@ def _difference(a: Any, b: Any) -> Path | None:
             if below is not None:
                 return (i, *below)
         return None
-    same = type(a) is type(b) and (a == b or (a != a and b != b))
+    same = type(a) is type(b) and (a == b or (a != a and b != b))  # NaN equals NaN here
     return None if same else ()
 
 
 def _own_notes(state: _RankStates) -> Iterable[Note]:
+    """Notes on RNG states, which a job of another size cannot resume from."""
     for name, ranks in state.own.items():
         count = len(set(ranks))
         if count > 1:
@@ -395,7 +413,10 @@ def _own_notes(state: _RankStates) -> Iterable[Note]:
 
 
 def _check_flat(tree: Tree, files: Sequence[TorchRankFile], state: _RankStates) -> None:
-    """Raise for FSDP1's flat optimizer states: plain 1-d pieces beside a model of DTensors that ranks share out."""
+    """Raise InputError E0399 for FSDP1's flat optimizer states: plain 1-d pieces next to a model of sharded DTensors.
+
+    Nothing records which parameters such a piece belongs to.
+    """
     cut = any(
         p.placed and any(p.placed.cuts) for path, parts in state.parts.items() if path[0] == "model" for p in parts
     )
@@ -417,7 +438,7 @@ def _check_flat(tree: Tree, files: Sequence[TorchRankFile], state: _RankStates) 
 
 
 def _tensor(tree: Tree, path: Path, parts: Sequence[_RankShare], names: Mapping[Any, str]) -> LogicalTensor:
-    """The tensor that the ranks' parts make up."""
+    """The global tensor that the ranks' parts make up. Raises InconsistentCheckpoint E0354, Incomplete E0380."""
     first = parts[0]
     key = dotted(path)[:200]
     for part in parts[1:]:
@@ -439,7 +460,7 @@ def _tensor(tree: Tree, path: Path, parts: Sequence[_RankShare], names: Mapping[
     if first.shards is not None:
         return _logical(path, first, _stated_chunks(tree, parts, first.shards, key))
 
-    if first.placed is None:
+    if first.placed is None:  # a plain tensor: every rank holds a full copy, and the copies are compared when read
         box = whole(first.shape)
         return _logical(path, first, [Chunk(box, part.array, box) for part in parts])
 
@@ -461,14 +482,17 @@ def _tensor(tree: Tree, path: Path, parts: Sequence[_RankShare], names: Mapping[
 
 
 def _cutting(part: _RankShare) -> Any:
-    """How a part is cut, whichever of several meshes of this shape it is on (one a tensor parallel rank)."""
+    """How a part is cut, as a value to compare.
+
+    Ranks themselves are left out: with tensor parallelism each group of ranks has a mesh of its own, of the same shape.
+    """
     if part.shards is not None:
         return part.shards.every
     return None if part.placed is None else (part.placed.mesh.shape, part.placed.cuts, part.placed.order)
 
 
 def _stated_chunks(tree: Tree, parts: Sequence[_RankShare], shards: ShardOfRank, key: str) -> list[Chunk]:
-    """The boxes of a ShardedTensor that its metadata states. Raises Incomplete E0380 for those that no file has."""
+    """The chunks of a ShardedTensor. Raises Incomplete E0380 for shards of its metadata that are in no file."""
     boxes = {part.shards.box for part in parts if part.shards is not None}
     missing = [rank for rank, box in enumerate(shards.every) if box not in boxes and box.numel]
     if missing:
@@ -495,7 +519,7 @@ def _nothing(first: _RankShare) -> Chunk:
 
 
 def _chunks(tree: Tree, part: _RankShare, key: str) -> Iterable[Chunk]:
-    """A rank's boxes of a DTensor."""
+    """The chunks of a DTensor that one rank holds: none, or several if its placement is strided."""
     at = part.placed.mesh.coordinates(part.rank) if part.placed is not None else None
     if part.placed is None or at is None:
         raise InconsistentCheckpoint(
