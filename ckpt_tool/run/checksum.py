@@ -46,7 +46,7 @@ def _shift(nbytes: int) -> int:
 
 
 def combine(first: int, second: int, nbytes: int) -> int:
-    """The CRC of two runs laid end to end; `nbytes` is the length of the second."""
+    """The CRC of two consecutive runs, from the CRC of each; `nbytes` is the length of the second."""
     return _multiply(_shift(nbytes), first) ^ second
 
 
@@ -92,7 +92,8 @@ class RunPieces:
 
 
 def join(start: int, stop: int, pieces: Iterable[ChecksummedRange], read: Callable[[int, int], Iterable[bytes]]) -> int:
-    """The CRC of [start, stop) from the pieces that lie in it; what they leave out is read: `read(offset, nbytes)`."""
+    """The CRC of bytes [start, stop), joined from the `pieces` inside that range; bytes that no piece covers are read
+    with `read(offset, nbytes)`."""
     at = start
     total = 0
 

@@ -1,10 +1,10 @@
-"""Which bytes of a checkpoint's files a checksum covers, and whether the records are sound that no tensor was read
-from.
+"""Which bytes of a checkpoint's files are covered by a checksum, and whether records that no tensor was read from are
+intact.
 
-Readers say which zips they met in a file (`Tree.met`): the whole of a `model.pt`, the items of a `.distcp`. Files that
-no reader opened (a `scheduler.pt` that is copied as it is) are looked at here. Of each zip every member is a record:
-storages that no tensor uses, `data.pkl`, `version`. What lies between them (names, dates, padding) has no checksum, nor
-has a record whose CRC is stored as 0, nor any file of another kind:
+Readers report the zips that they found in a file (`Tree.met`): the whole of a `model.pt`, the items of a `.distcp`.
+Files that no reader opened (a `scheduler.pt` that is copied as it is) are examined here. Every member of a zip is a
+record: storages that no tensor uses, `data.pkl`, `version`. The bytes between records (names, dates, padding) have no
+checksum, nor has a record whose CRC is stored as 0, nor any file of another kind:
 
     looked = look(tree, ["model.pt", "config.json"], read={("model.pt", 704)})
     looked.damaged        # [CorruptFile E0351, archive/data/7]
@@ -26,7 +26,7 @@ from ckpt_tool.storage.records import FileExtent, damaged
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.torch_files.zip_directory import HEAD, ZipArchive, members
 
-_TOGETHER = 4 << 20  # bytes that are read at once: small records with what lies between them, large ones in pieces
+_TOGETHER = 4 << 20  # bytes of one read: small records including the gaps between them, large ones in pieces
 _PICKLE = b"/data.pkl"  # the first member of a torch zip
 
 
@@ -82,7 +82,7 @@ def look(
 
 
 def extents(tree: Tree, path: str) -> list[FileExtent]:
-    """The zips in a file: those that its reader met, or the whole file where it is one that nobody opened."""
+    """The zips in a file: those that its reader found, or the whole file if it is a zip that no reader opened."""
     met = tree.met.zips(path)
     size = tree.size(path)
     if met or size < len(HEAD) or tree.head(path, len(HEAD)) != HEAD:

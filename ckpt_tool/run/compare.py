@@ -229,7 +229,7 @@ def differ(worst: Worst, at: int, a: Bytes, b: Bytes, kind: DType, other: DType,
         worst.add(at, where, 0, 0.0)
         return
 
-    if kind.coded or other.coded:  # bytes of which nobody knows the values
+    if kind.coded or other.coded:  # encoded bytes whose values are not known: compared bit by bit
         items = len(a) // (kind.bits // 8)
         where = (a.reshape(items, -1) != b.reshape(items, -1)).any(axis=1) if len(a) == len(b) else np.ones(items, bool)
         worst.add(at, where, 0, 0.0)

@@ -1,7 +1,7 @@
 """Which files hold the values that differ: pairs of tensors compared once more, part by part.
 
-A part is what one stored chunk of the first and one of the second have in common, so what differs in it lies in one
-file of each side:
+A part is the intersection of one stored chunk of the first checkpoint and one of the second, so a difference in it
+belongs to exactly one file of each side:
 
     differing_files(pairs, left, right)["first", "mp_rank_01/model.pt"]    FileDifference(elements=12, ...)
 

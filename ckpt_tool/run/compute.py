@@ -47,8 +47,9 @@ _ML = {
 _BF16 = DTYPES["BF16"]
 _F32 = DTYPES["F32"]
 _STRETCH = 1 << 14  # elements of a look-up: its indexes stay in L2
-_SATURATES = {"F8_E4M3": 448.0}  # without infinities: what lies beyond becomes this
-_HALF_STEP = 16.0  # 464 lies between 448 and 480, which is not there, and rounds to the even 448
+_SATURATES = {"F8_E4M3": 448.0}  # types without infinities, and the largest value, which replaces values beyond it
+_HALF_STEP = 16.0  # 464, halfway between 448 and the missing 480, is a tie and rounds to the even 448
+# Bits of +infinity: any larger pattern (sign aside) is infinite or NaN.
 _FIRST_INFINITE = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}
 
 
@@ -85,6 +86,7 @@ def cast(block: memoryview, source: DType, target: DType) -> tuple[memoryview, i
         if by_table and source.is_float and target.is_float:
             out, lost = _looked_up(np.frombuffer(block, f"u{source.bits // 8}"), source, target)
         elif source.name == "F32" and target.bits == 8:
+            # Rounded to odd first, so that fp8 rounding of 16 bits equals that of all 32.
             out, lost = _looked_up(_odd_halves(np.frombuffer(block, np.uint16).reshape(-1, 2)), _BF16, target)
         else:
             values = np.frombuffer(block, numpy_type(source))

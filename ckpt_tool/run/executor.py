@@ -6,9 +6,9 @@ outputs. The hash is over exactly the bytes that are written, so a digest that i
 computed on the way, which costs a tenth of the copy. With `verify="off"` runs go by `copy_file_range`, unhashed.
 
 Memory: threads x (block + scratch), a few MiB each, whatever the checkpoint's size; what is stored transposed
-takes up to `PANEL` more a thread, less where `memory` is less. A worker's failure stops the others and fails the run.
-What is staged stays for the same command to go on with, unless it can't be trusted (a source that changed, bad input, a
-failed fsync): then nothing is left.
+takes up to `PANEL` more a thread, less where `memory` is less. A thread's failure stops the others and fails the run.
+The staging folder is then kept, and the same command resumes from it, unless its content can't be trusted (a source
+that changed, bad input, a failed fsync): then it is removed.
 """
 
 from __future__ import annotations
@@ -61,50 +61,58 @@ if TYPE_CHECKING:
     from ckpt_tool.run.upload import Upload
 
 WRITING = "writing"  # the phase in which values move
-_SHARES = 4096  # that workers claim, at most
-_PAUSE = 0.5  # seconds between two looks at others
+_SHARES = 4096  # at most so many shares of the plan, each of which one worker claims
+_PAUSE = 0.5  # seconds between two checks of what other workers have done
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     """What a run has written."""
 
-    # of the values as read, over each move's line, but of what is made while it is read and rounded then
+    # Digests of the values as read, over each move's line. Tensors that are computed and rounded while they are read
+    # have none: there is no source file whose digest could be compared.
     digests: dict[TensorKey, str]
-    digests_out: dict[TensorKey, str]  # as written
-    overflows: dict[TensorKey, int]
+    digests_out: dict[TensorKey, str]  # digests of the values as written
+    overflows: dict[TensorKey, int]  # finite values beyond the range of the cast; tensors without any are left out
     committed: bool
-    parts: tuple[PartStatus, ...] = ()  # of a part that did not commit: how far each part is that has begun
+    parts: tuple[PartStatus, ...] = ()  # when this part did not commit: the progress of each part that has begun
 
 
-Check = Callable[["Path | Upload", dict[TensorKey, str], dict[TensorKey, str]], None]  # staged, digests out and in
+# Called with the staged output, the digests as written and the digests as read.
+Check = Callable[["Path | Upload", dict[TensorKey, str], dict[TensorKey, str]], None]
 
 
 class SealWriter(Protocol):
-    """Files that say what the others are, by their hashes: a signature, an attestation."""
+    """Writes files that list the hashes of all other files of an output: a signature, an attestation."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of those that lie in the output."""
+        """The names of the files that it adds to the output."""
         ...
 
     def files(self, hashes: Mapping[str, str], result: Result) -> Iterable[tuple[str, bytes]]:
-        """(name, content) of each of `names`. hashes: path -> SHA-256 in hex of every other file. Called last of all
-        before the commit."""
+        """Yields (name, content) for each of `names`; called as the last step before the commit.
+
+        Args:
+            hashes: path -> SHA-256 in hex of every other file.
+            result: the digests of the run.
+        """
         ...
 
 
 @dataclass(slots=True)
 class RunState:
-    """What the threads share."""
+    """What the threads of a run share."""
 
-    queue: list[tuple[int, Unit]]
+    queue: list[tuple[int, Unit]]  # (number, unit) still to be moved
     waiting: Counter[int] = field(default_factory=Counter)  # output file -> bytes of the queue that go to it
-    busy: dict[int, frozenset[int]] = field(default_factory=dict)
+    busy: dict[int, frozenset[int]] = field(default_factory=dict)  # thread -> the output files that it is writing
     leaves: dict[int, dict[int, bytes]] = field(default_factory=dict)  # move -> first leaf -> hashes
     leaves_out: dict[int, dict[int, bytes]] = field(default_factory=dict)
-    overflows: dict[int, int] = field(default_factory=dict)
-    source_pieces: dict[int, list[ChecksummedRange]] = field(default_factory=dict)
+    overflows: dict[int, int] = field(default_factory=dict)  # move -> finite values that overflowed in the cast
+    source_pieces: dict[int, list[ChecksummedRange]] = field(
+        default_factory=dict
+    )  # source file -> CRCs of what was read
     output_pieces: dict[int, list[ChecksummedRange]] = field(default_factory=dict)
     hashes: FileHashes | None = None
     error: BaseException | None = None
@@ -114,32 +122,31 @@ class RunState:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How a plan is carried out."""
+    """How a plan is executed."""
 
-    # threads, memory: bounds (memory in bytes); threads are lowered until the buffers fit
-    threads: int | None = None
-    memory: int = 1 << 30
+    threads: int | None = None  # at most so many; fewer if their buffers would not fit into `memory`
+    memory: int = 1 << 30  # bytes that all buffers together may take
     verify: str = "quick"  # `off`, `quick` or `full`; digests are computed unless `off`
-    resume: bool = True  # go on from what an earlier run has staged
-    force: bool = False  # replace what is there
+    resume: bool = True  # continue from what an earlier run has staged
+    force: bool = False  # replace an output that exists
     fsync: bool = True  # wait for the disk before the commit
-    allow_lossy: bool = False  # casts may overflow, and are counted
+    allow_lossy: bool = False  # values that overflow in a cast are counted, not an error
 
 
 class Executor:
-    """One run of one plan, whose output grows in a staging folder. `StoreExecutor` has those that grow in a store.
+    """One run of one plan, written to a staging folder on a file system. `StoreExecutor` writes to an object store.
 
     Args:
         trees: the sources by the root that the plan names.
-        part: (i, n) where this run moves share i of n, from 1.
-        worker: its name, where it is one of any number that claim what they move.
+        part: (i, n) when this run moves part i of n, counted from 1.
+        worker: the name of this worker, when several workers claim shares of the plan at run time.
         check: called with the staged output and the written digests before the commit; raises to refuse it.
-        movers: who moves the units (`device/walk.py`), the CPU if None.
-        seal: what is added to a whole output in a folder; then every file is hashed on the way.
-        replaced: what may be removed of the output that is there, with `options.force`.
+        movers: moves the units, on a GPU for example (`device/walk.py`); the CPU if None.
+        seal: writes signature files into the finished output; every file is then hashed while it is written.
+        replaced: the files of an existing output that may be removed, with `options.force`.
     """
 
-    in_order = False  # are units moved in their order, whatever files other threads are writing?
+    in_order = False  # True: units are taken in queue order, even if another thread is writing the same file
 
     def __init__(
         self,
@@ -164,7 +171,7 @@ class Executor:
         self.sources = Sources(plan.sources, dict(trees))
         self.hashing = options.verify != "off"
         self.full = options.verify == "full"
-        per_thread = 4 * STRIDED_BLOCK
+        per_thread = 4 * STRIDED_BLOCK  # block and scratch of a walk, scratch of its reader and its writer
         wanted = options.threads or min(os.cpu_count() or 1, 8)
         self.threads = max(1, min(wanted, options.memory // per_thread))
         if movers is not None:
@@ -176,6 +183,8 @@ class Executor:
         self._panel = max(STRIDED_BLOCK, min(PANEL, options.memory // self.threads - per_thread))
         self.units = units(plan.moves)
         self._names = [file.path for file in plan.outputs]
+
+        # A CRC is taken per record, so readers and writers must know at which bytes a record begins.
         self._record_starts: dict[int, set[int]] = {}
         for record in plan.records:
             self._record_starts.setdefault(record.file, set()).add(record.offset)
@@ -188,7 +197,8 @@ class Executor:
     # -- the run --------------------------------------------------------------------------------------------------
 
     def run(self) -> Result:
-        """Carry the plan out and commit. With a part, only the last one to finish commits (`committed` says)."""
+        """Execute the plan and commit the output. With parts, only the part that finishes last commits; `committed` of
+        the result is True for that one alone."""
         if not self.worker and (self.part is None or self.part[0] == 1):
             replicas.look_ahead(self.plan.moves, self.sources, whole=self.full, threads=self.threads)
         return self._carry_out()
@@ -198,7 +208,7 @@ class Executor:
         sealed = self._seal.names if self._seal else ()
         staging = Staging(
             Path(plan.destination),
-            "+".join((plan.identifier(), *sealed)),  # what another seal has left there is not this run's
+            "+".join((plan.identifier(), *sealed)),  # a run with another seal must not resume from this staging folder
             [*self._names, *sealed],
             resume=self.options.resume,
             force=self.options.force,
@@ -212,7 +222,7 @@ class Executor:
                 staging.discard()
                 raise replicas.all_of_them(plan.moves, self.sources, e, threads=self.threads) from e
             except (InputError, SourceChanged, UnsafeInput):
-                staging.discard()  # what was staged can't be trusted, or will never be finished
+                staging.discard()  # the staged bytes can't be trusted, or the same plan will never succeed
                 raise
             except CkptError:
                 if staging.failed_sync or not staging.worth_keeping:
@@ -232,6 +242,8 @@ class Executor:
             self.progress.start(total - done, WRITING)
         self._move(staging, state)
         self.sources.check()
+
+        # The part that closes its journal last finds all others complete: it checks their work and commits.
         if self.part is not None:
             staging.record({"part": True})
             journals = staging.close_part()
@@ -245,7 +257,7 @@ class Executor:
         return result
 
     def _run_claims(self, staging: Staging) -> Result:
-        """As one of any number of workers: what is claimed is done, until all is; one of them commits."""
+        """Run as one of any number of workers: claim shares and move them until none is left. One worker commits."""
         self._prepare(staging, heads=False)
         shares = _share_out(self.units)
         state = RunState([])
@@ -256,7 +268,8 @@ class Executor:
             self.progress.start(total, WRITING)
 
         waits = Waits(self.progress)
-        done_shares = set[int]()
+        done_shares = set[int]()  # by any worker: progress counts the whole output
+
         with staging.claims(len(shares)) as claims:
             while not staging.gone:
                 others = claims.done() - done_shares
@@ -266,6 +279,7 @@ class Executor:
                 if taken:
                     state.queue[:] = [pair for share in taken for pair in shares[share.number]]
                     own_numbers |= {number for number, _ in state.queue}
+                    # A share taken over from a dead worker may be partly staged; its journal is checked first.
                     if any(share.over for share in taken) and self.hashing:
                         self.advance(self._sift(staging, state, staging.lines()))
                     self._move(staging, state)
@@ -287,7 +301,8 @@ class Executor:
         return Result({}, {}, {}, committed=False)
 
     def _hash_on_the_way(self, staging: Staging, state: RunState, mine: Sequence[tuple[int, Unit]]) -> None:
-        """Take the files' hashes while the queue is moved, in the order in which that goes best."""
+        """Hash every output file while it is written: the queue is sorted by file, because SHA-256 needs a file's bytes
+        from start to end."""
         from ckpt_tool.run.file_parts import in_order_of_files
         from ckpt_tool.run.hashes import FileHashes
 
@@ -309,8 +324,11 @@ class Executor:
         return [(number, self.units[number]) for number in numbers]
 
     def _prepare(self, staging: Staging, *, heads: bool = True) -> None:
-        """Make and preallocate every file, and write the bytes that are known already. Safe to repeat, but for heads
-        that another has filled the holes of."""
+        """Create and preallocate every output file, and write the literals (headers, padding) that the plan contains.
+
+        heads: False leaves the literals out. Writing them again would reset holes in them that another worker has
+        filled already; everything else may be repeated.
+        """
         for file in self.plan.outputs:
             fd = staging.create(file.path, file.size)
             try:
@@ -319,10 +337,11 @@ class Executor:
             finally:
                 close_written(fd, staging.path / file.path)
 
-    # -- going on from a journal ----------------------------------------------------------------------------------
+    # -- resuming from a journal ----------------------------------------------------------------------------------
 
     def _take_up(self, staging: Staging, state: RunState) -> int:
-        """Take units off the queue that an earlier run finished, after hashing what it wrote. Returns their bytes."""
+        """Remove units from the queue that an earlier run finished, once what it wrote has been hashed and found equal.
+        Returns the bytes of those units."""
         if self.part is None and staging.went_on:
             self._clear_gaps(staging)
         if not self.hashing or not staging.resumed:
@@ -336,9 +355,15 @@ class Executor:
         return done
 
     def _take_over(self, staging: Staging, state: RunState, journal: Sequence[Line], mine: AbstractSet[int]) -> None:
-        """What others staged, all but the units `mine`, looked at again now that none of them is at work: heads are
-        written again, units that are not what their journals say are moved again. Unhashed runs (`verify="off"`)
-        believe the journals."""
+        """Check what other parts or workers have staged, now that none of them is running, and repair it.
+
+        Literals are written again, and units whose staged bytes do not match their journal line are moved again.
+        Runs without hashes (`verify="off"`) trust the journals.
+
+        Args:
+            journal: the lines of all parts.
+            mine: units that this run moved itself; they are not checked again.
+        """
         self._prepare(staging)
         self._clear_gaps(staging)
         if not self.hashing:
@@ -358,7 +383,7 @@ class Executor:
         journal: Sequence[Line],
         advance: Callable[[int], None] = lambda nbytes: None,
     ) -> int:
-        """Take those units off the queue that are staged as the journal says. Returns their bytes."""
+        """Remove units from the queue whose staged bytes match the journal. Returns the bytes of those units."""
         from ckpt_tool.run.staged import intact
 
         lines = {line["unit"]: line for line in journal if type(line.get("unit")) is int}
@@ -379,7 +404,7 @@ class Executor:
         return done
 
     def _clear_gaps(self, staging: Staging) -> None:
-        """Zeros where nobody writes, whatever someone has left there."""
+        """Write zeros to the padding that no move or literal covers, in case an interrupted run wrote there."""
         from ckpt_tool.run.staged import Gaps
 
         gaps = Gaps(self.plan)
@@ -392,9 +417,10 @@ class Executor:
             reader.close()
 
     def gather_leaves(self, lines: Iterable[Line], state: RunState) -> None:
+        """Add the leaf hashes and overflow counts of journal lines to `state`."""
         for line in lines:
             for move, first, text, out_first, out_text in line.get("leaves", ()):
-                if text:  # in a share shorter than a leaf none may begin: `first` is then another share's leaf
+                if text:  # empty if no leaf begins in the share (it is shorter than a leaf): `first` belongs to another
                     state.leaves.setdefault(move, {})[first] = b64decode(text)
                 if out_text:
                     state.leaves_out.setdefault(move, {})[out_first] = b64decode(out_text)
@@ -409,14 +435,19 @@ class Executor:
         self.work(lambda room: Writer(staging, self._names, room, self._patch_starts), record, state)
 
     def work(self, writer: Callable[[int], Writer], record: Callable[[dict[str, Any]], None], state: RunState) -> None:
-        """Move all units of the queue. writer: makes a thread's, with so many descriptors. record: of a unit done."""
+        """Move all units of the queue, on several threads.
+
+        Args:
+            writer: makes the writer of one thread, given how many descriptors it may keep open.
+            record: called with the journal line of each unit that is done.
+        """
         count = max(1, min(self.threads, len(state.queue)))
         for _, unit in state.queue:
             for file in unit.files:
                 state.waiting[file] += unit.nbytes
         room = _fd_room(count)
 
-        def stop(interruption: BaseException) -> None:  # the entry point says which signal it was
+        def stop(interruption: BaseException) -> None:  # the command's entry point reports which signal it was
             state.stop = True
 
         Workers(partial(self._worker, partial(writer, room), record, state, room), count).run(stop)
@@ -468,8 +499,8 @@ class Executor:
                     state.error = state.error or e
 
     def _prefetch_units(self, state: RunState, reader: BlockReader, thread: int) -> Prefetch[tuple[int, Unit]]:
-        """A thread's units. Of a store the next one's bytes are asked for before one is over; a card reads in its own
-        way."""
+        """Yields the units of one thread. With sources in a store, the bytes of the next unit are requested before the
+        present one is finished; movers on a GPU do their own prefetching."""
         moves = self.plan.moves
         is_remote = self._movers is None and self.sources.has_remote_files
 
@@ -484,14 +515,18 @@ class Executor:
         return Prefetch(take, expect, lambda taken: taken[1].nbytes, early=is_remote)
 
     def _take_unit(self, state: RunState, thread: int) -> tuple[int, Unit] | None:
-        """A unit whose output files no other thread is writing, of those the one for the file with the most to come, so
-        that no file is left for all threads at the end; else the first."""
+        """Take the next unit for a thread, None if the queue is empty. Called with the lock held.
+
+        Prefers units whose output files no other thread is writing, and among them the file with the most bytes to
+        come: otherwise one large file would remain at the end, with all threads writing to it. Else the first unit.
+        """
         state.busy.pop(thread, None)
         if not state.queue:
             return None
         taken = {file for files in state.busy.values() for file in files}
         index = 0
         most_waiting = -1
+        # Only the head of the queue is searched: this runs under the lock, once per unit.
         for place, (_, unit) in enumerate(state.queue[:256] if not self.in_order else ()):
             if unit.files & taken:
                 continue
@@ -506,7 +541,7 @@ class Executor:
         return number, unit
 
     def _move_unit(self, taken: tuple[int, Unit], mover: Mover, state: RunState) -> dict[str, Any] | None:
-        """Move one unit. Returns its journal line; None when the run was stopped in it."""
+        """Move one unit. Returns its journal line, None if the run was stopped before the unit was finished."""
         number, unit = taken
         walked = mover.move_unit(unit.items)
         if walked is None:
@@ -530,14 +565,17 @@ class Executor:
         return line
 
     def advance(self, nbytes: int) -> None:
+        """Report `nbytes` more bytes of progress."""
         if self.progress:
             self.progress.advance(nbytes)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def digests(self, state: RunState) -> tuple[dict[TensorKey, str], dict[TensorKey, str], dict[TensorKey, int]]:
-        """(of what was read, of what was written, overflows of casts), and what hangs on all values having moved is
-        raised: overflows that are not allowed, damaged records."""
+        """Returns (digests as read, digests as written, overflows in casts) once all units have been moved.
+
+        Raises InputError E0350 for overflows if `allow_lossy` is off, and CorruptFile for records whose CRC is wrong.
+        """
         moves = self.plan.moves
         digests = {
             move.key: _root(move.dtype.name, move, state.leaves.get(i, {}))
@@ -583,7 +621,7 @@ class Executor:
         return result
 
     def _sync(self, staging: Staging, added: Sequence[str]) -> None:
-        """Wait for the disk, file by file."""
+        """fsync every file, with progress."""
         sizes = {file.path: file.size for file in self.plan.outputs}
         if self.progress:
             self.progress.finish()
@@ -596,7 +634,7 @@ class Executor:
         sync_all(staging, [*self._names, *added], done)
 
     def _add_seal(self, staging: Staging, hashes: FileHashes, result: Result) -> list[str]:
-        """Hash what is left and write the files of the seal. Returns their names."""
+        """Finish the hashes of all files and write the files of the seal. Returns their names."""
         if self.progress:
             self.progress.start(hashes.left, "hashing")
         found = hashes.finish(self.advance)
@@ -616,7 +654,7 @@ def _root(dtype: str, move: Move, leaves: dict[int, bytes]) -> str:
 
 
 class Waits:
-    """Pauses between two looks at what others do, with a line for people at the first of each kind."""
+    """Pauses between two checks of other workers' progress. The reason is reported once, when it changes."""
 
     def __init__(self, progress: Progress | None) -> None:
         self._progress = progress
@@ -624,7 +662,8 @@ class Waits:
         self._pause = _PAUSE
 
     def a_while(self, why: str, longest: float = 0.0) -> None:
-        """longest: up to which the pauses grow, and are not of one length."""
+        """Sleep for `_PAUSE` seconds. With `longest`, pauses grow up to that many seconds and are randomised, so that
+        workers do not query the store at the same moment."""
         if why != self._said:
             self._pause = _PAUSE
             if self._progress:
@@ -635,15 +674,15 @@ class Waits:
 
 
 def _share_out(units: Sequence[Unit]) -> list[list[tuple[int, Unit]]]:
-    """The units, numbered, in at most `_SHARES` shares of neighbours: what workers claim."""
+    """Splits the numbered units into at most `_SHARES` shares of consecutive units: a share is what a worker claims."""
     numbered = list(enumerate(units))
     most = ceil_div(len(units), _SHARES) or 1
     return [numbered[at : at + most] for at in range(0, len(numbered), most)]
 
 
 def _fd_room(threads: int) -> int:
-    """Descriptors that one thread may keep open on each side, from the process's limit."""
+    """Descriptors that one thread may keep open for sources, and as many for outputs, from RLIMIT_NOFILE."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         soft = 1024
-    return max(1, min(64, (soft - 16) // (2 * threads)))
+    return max(1, min(64, (soft - 16) // (2 * threads)))  # 16 stay free for all other files of the process

@@ -26,9 +26,11 @@ class FileParts:
         self.moved: dict[int, int] = {}
 
     def bounds(self, part: int) -> tuple[int, int]:
+        """The bytes [start, stop) of a part."""
         return part * self.step, min((part + 1) * self.step, self.size)
 
     def parts_of(self, start: int, stop: int) -> range:
+        """The numbers of the parts that bytes [start, stop) touch."""
         return range(start // self.step, ceil_div(stop, self.step))
 
     def count(self, region: Region, nbytes: int) -> None:
@@ -37,8 +39,8 @@ class FileParts:
             self.moved[number] = self.moved.get(number, 0) + some
 
     def shares(self, region: Region, nbytes: int) -> Iterator[tuple[int, int]]:
-        """(part, bytes) of a region whose dims are in the file's order, elements of `nbytes`; parts come again and
-        again."""
+        """Yields (part, bytes) for a region whose dims are in the file's order, elements of `nbytes`. A part may be
+        yielded several times: the caller adds the bytes up."""
         if 0 in region.extents:
             return
         reach = region.reach(nbytes)
@@ -56,9 +58,11 @@ class FileParts:
 
 
 def in_order_of_files(plan: Plan, shares: Sequence[tuple[int, Unit]]) -> list[tuple[int, Unit]]:
-    """Numbered units as their first bytes lie in the output: files are filled one after the other, from their start."""
+    """The numbered units sorted by the output file and offset of their first byte, so that files are filled one after
+    the other, from start to end."""
 
     def first(pair: tuple[int, Unit]) -> tuple[int, int]:
+        """(output file, offset) of the first byte that a unit writes."""
         index, start, stop = pair[1].items[0]
         places = (
             (part.file, part.offset) for region in plan.moves[index].outputs for part in clip(region, start, stop)

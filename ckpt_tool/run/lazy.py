@@ -157,8 +157,8 @@ class LazyTensor:
     def _read(self) -> Bytes:
         """The box's bytes, row-major, gathered from the chunks that hold a part of it.
 
-        Raises CorruptFile (E0351) for a damaged record that was read whole on the way. A record of which a part was
-        wanted is not checked, for that would read the rest, nor one that lies transposed.
+        Raises CorruptFile (E0351) for a damaged record that was read completely. A record is not checked if only a part
+        of it was needed (checking would have to read the rest), nor if it is stored transposed.
         """
         parts = (part_within(chunk, self._box) for chunk in self._tensor.chunks)
         chunks = [part for part in parts if part is not None]

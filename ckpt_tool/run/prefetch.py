@@ -4,7 +4,7 @@
         ...
         ahead.passed(len(block))
 
-Else a store would stand idle at the end of each tensor or unit, for as long as it takes to answer.
+Without it a store's connections would be idle at the end of each tensor or unit, for as long as it takes to answer.
 """
 
 from __future__ import annotations

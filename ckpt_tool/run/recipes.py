@@ -1,4 +1,4 @@
-"""Recipes of one input: the same values, each value changed, rows of zeros behind.
+"""Recipes of one input: unchanged values, values mapped one by one, rows of zeros appended.
 
     Changed(key, (4096,), (Input(norm, tree),), "add(1)", (ElementMap("add", 1),))      zero-centred norms as plain ones
     Grown(key, (128, 8), (Input(embedding, tree),), "to 128 rows")   a vocabulary of 100 rows in 128
@@ -18,9 +18,10 @@ from ckpt_tool.run.computed import Floats, Read, Recipe
 
 @dataclass(frozen=True, eq=False)
 class Unchanged(Recipe):
-    """The input's values: brings a tensor of one source beside computed ones."""
+    """The input's values as they are, so that a stored tensor can be part of a computed source."""
 
     def values(self, read: Read, start: int, stop: int) -> Floats:
+        """See `Recipe.values`."""
         return read(0, start, stop).astype(np.float32)
 
 
@@ -31,6 +32,7 @@ class Changed(Recipe):
     maps: tuple[ElementMap, ...]
 
     def values(self, read: Read, start: int, stop: int) -> Floats:
+        """See `Recipe.values`."""
         out: Floats = read(0, start, stop).astype(np.float32)
         for each in self.maps:
             out = each(out)
@@ -44,14 +46,16 @@ class Constant(Recipe):
     numbers: tuple[float, ...]
 
     def values(self, read: Read, start: int, stop: int) -> Floats:
+        """See `Recipe.values`."""
         return np.array(self.numbers[start:stop], np.float32)
 
 
 @dataclass(frozen=True, eq=False)
 class Grown(Recipe):
-    """The input with rows of zeros behind its own. shape: with them."""
+    """The input with rows of zeros appended. shape: including those rows."""
 
     def values(self, read: Read, start: int, stop: int) -> Floats:
+        """See `Recipe.values`."""
         held = self.inputs[0].tensor.numel
         out = np.zeros(stop - start, np.float32)
         if start < held:

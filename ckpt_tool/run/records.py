@@ -1,11 +1,11 @@
-"""Records of the sources held against their checksums: the CRCs of what passes by are collected, and settled at the
+"""Checks source records against their checksums: CRCs of the bytes that are read are collected, and compared at the
 end.
 
     checked = CheckedRecords(source.files, source.records)
     reader = checked.reader(16)
     reader.fill(...)                   # any number of readers, on any threads
     checked.done(reader)
-    raise_all(checked.faults())        # E0351 names every damaged record; parts that nobody read are read now
+    raise_all(checked.faults())        # E0351 names every damaged record; parts that were not read yet are read now
 
 Cost: a CRC of what is read anyway, and a read of what is left of a record of which a part was wanted.
 """
@@ -28,7 +28,7 @@ ALONE = 16 << 20  # bytes: what is left to read for checksums goes to several th
 
 
 class CheckedRecords:
-    """The checksummed records of some files, and what passed by of them. Thread-safe."""
+    """The checksummed records of some files, and the CRCs of what was read of them. Thread-safe."""
 
     def __init__(self, files: OpenFiles, records: Sequence[Record]) -> None:
         self.files = files
@@ -44,14 +44,15 @@ class CheckedRecords:
         return BlockReader(self.files, room, self._starts)
 
     def done(self, reader: BlockReader) -> None:
-        """Take up what passed by the reader, and close it."""
+        """Collect the CRCs of what the reader has read, and close it."""
         with self._lock:
             for file, collected in reader.pieces.items():
                 self._pieces.setdefault(file, []).extend(collected.take())
         reader.close()
 
     def faults(self, *, unread: bool = True) -> Iterator[CkptError]:
-        """Every damaged record; with `unread` off only of those that passed by whole: nothing is read."""
+        """Yields every damaged record. With `unread` off, only records that were read completely are checked, and
+        nothing more is read."""
         yield from record_faults(self.records, self.files, self._pieces, unread=unread)
         if unread:
             yield from self.files.late_faults()
@@ -64,14 +65,16 @@ def record_faults(
     *,
     unread: bool = True,
 ) -> Iterator[CorruptFile]:
-    """A fault for every checksummed record whose bytes have another CRC-32; parts nobody read are read now, or, with
-    `unread` off, their records are left out.
+    """Yields an error for every record whose bytes do not have the stored CRC-32.
 
-    pieces: source file -> the CRCs of the runs that passed by.
+    Args:
+        pieces: source file -> the CRCs of the runs that were read.
+        unread: read the parts of records that were not read yet; False skips such records.
     """
     by_file = {file: sorted(found) for file, found in pieces.items()}
 
     def fault(record: Record) -> CorruptFile | None:
+        """The error for a damaged record, None if it is intact."""
         stop = record.offset + record.nbytes
         reader = BlockReader(files, 1, {})
         own = within(by_file.get(record.file, []), record.offset, stop)
@@ -96,7 +99,7 @@ def record_faults(
 
 
 def _is_whole(record: Record, pieces: Sequence[ChecksummedRange]) -> bool:
-    """Did all bytes of the record pass by?"""
+    """Were all bytes of the record read?"""
     at = record.offset
     stop = record.offset + record.nbytes
     for piece in within(pieces, at, stop):
@@ -119,7 +122,7 @@ def raise_all(faults: Iterable[CkptError]) -> None:
 
 
 def within(pieces: Sequence[ChecksummedRange], start: int, stop: int) -> list[ChecksummedRange]:
-    """Of sorted pieces those that lie in [start, stop)."""
+    """Those of the sorted `pieces` that are inside [start, stop)."""
     found = []
     for piece in pieces[bisect_left(pieces, ChecksummedRange(start, 0, 0)) :]:
         if piece.start >= stop:

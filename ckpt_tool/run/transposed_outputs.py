@@ -1,23 +1,23 @@
-"""Transposed outputs: the line gathers in a panel, and strips of the stored rows are written out of it.
+"""Writes transposed outputs: the line is collected in a panel, and strips of the stored rows are written from it.
 
-The mirror of `run/transposed.py`: an output that is stored the other way round wants, of each block of the line, a few
-bytes for each of its stored rows. So blocks are kept until a panel is full, some MiB; then groups of strips, one of
-each stored row and as long as the panel is high, are turned while they are in L2 and written with one call a strip:
+The counterpart of `run/transposed.py`: an output that is stored transposed takes, from each block of the line, a few
+bytes for each of its stored rows. So blocks are kept until a panel of some MiB is full; then groups of strips, one of
+each stored row and as long as the panel is high, are transposed while they are in L2 and written with one call a strip:
 
     the line is (8, 3), stored (3, 8)      a panel of 4 rows of the line      strips written, 4 elements each
     a0 b0 c0 a1 b1 c1 a2 b2 c2 ...         a0 b0 c0                           a0 a1 a2 a3 into row a
                                            a1 b1 c1                           b0 b1 b2 b3 into row b
                                            a2 b2 c2   a3 b3 c3                c0 c1 c2 c3 into row c
 
-Every region goes through `plan.copy.clip`, so fused matrices whose halves are transposed apart, shards and stacked
-experts are one case, and plain regions beside them are written block by block as ever. Copies of one box are turned
-once. Where the source is transposed too, and nothing is cast, the panel of the sources is the panel of the outputs: one
-buffer holds both sides, and blocks are hashed as slices of it. With a cast there are two panels of half the size.
+Every region goes through `plan.copy.clip`, so fused matrices whose halves are transposed separately, shards and stacked
+experts are one case; plain regions of the same move are written block by block. Copies of one box are transposed once.
+If the source is transposed too, and nothing is cast, sources and outputs share one panel, and blocks are hashed as
+slices of it. With a cast there are two panels of half the size.
 
-A strip holds its region's bytes alone: gaps can be read and thrown away, but not written. Bytes that checksums want are
-read again at the end (`run/finish.py`), since strips come in pieces.
+A strip holds its region's bytes alone: gaps can be read and thrown away, but not written. Bytes that checksums need are
+read again at the end (`run/finish.py`), since a record's strips are not written in the order of the file.
 
-Tiles are the mirror too: 64 rows of the panel by all strips of the group. Multiples of a copy of the same bytes, strips
+Tiles are mirrored too: 64 rows of the panel by all strips of the group. Multiples of a copy of the same bytes, strips
 of 8 KiB, items of 1, 2, 4, 8 bytes, one core of a busy Xeon:
 
     all rows at once          75    61    17    14
@@ -25,7 +25,7 @@ of 8 KiB, items of 1, 2, 4, 8 bytes, one core of a busy Xeon:
     128 x 128                 13   7.4   3.2   6.3
     64 rows (this module)     10   6.7   3.4   2.6
 
-Does not serve 1-d outputs with strides, nor negative ones; those go the general way.
+Strided 1-d outputs and negative strides are not handled here but by `Writer`.
 """
 
 from __future__ import annotations
@@ -66,18 +66,25 @@ class Descriptors(Protocol):
 
 
 class Sink(Protocol):
-    """What a Writer lends. pwrite writes all of a view or raises the error that names file and byte."""
+    """What is used of a `Writer`. Files are given by number."""
 
     @property
-    def fds(self) -> Descriptors: ...
-    def pwrite(self, file: int, offset: int, view: memoryview, *, count: bool = True) -> None: ...
+    def fds(self) -> Descriptors:
+        """Open descriptors, by file number."""
+        ...
+
+    def pwrite(self, file: int, offset: int, view: memoryview, *, count: bool = True) -> None:
+        """Write all of `view`, or raise an error that names the file and the byte."""
+        ...
 
 
 class TransposedOutputs:
-    """The transposed outputs of one item of a unit, elements (start, stop) of a move; the others are not looked at.
+    """The transposed outputs of one item of a unit, elements [start, stop) of a move. Other outputs are ignored.
 
-    share: (start, stop, until); until: the element up to which the sources are read.
-    source: the sources' panels where they are transposed too. strips: the thread's, the sources' own.
+    Args:
+        share: (start, stop, until); until: the element up to which the sources are read.
+        strips: the buffers of this thread, shared with the sources.
+        source: the panels of the sources if those are transposed too.
     """
 
     def __init__(
@@ -87,6 +94,8 @@ class TransposedOutputs:
         self._strips = strips
         self._sink = sink
         self._at, self._stop, self._until = share  # elements before `_at` are written
+
+        # Outputs that store the same box with the same strides differ in file and offset alone: one transposition.
         copies: dict[tuple[object, ...], tuple[int, int, Region, list[tuple[int, int]]]] = {}
         for region in filter(is_transposed, move.outputs):
             same = (region.at, region.extents, region.strides, region.steps)
@@ -96,10 +105,10 @@ class TransposedOutputs:
         self._shared = source if move.dtype == move.dtype_out else None
         self._panel = memoryview(b"") if self._shared else strips.panels(panels_of(move))[-1]
         self._row, self._height = rows_of(move.outputs)
-        self._low = self._high = 0  # elements that the panel holds, or will
+        self._low = self._high = 0  # the panel is for elements [_low, _high)
 
     def begin(self, at: int, end: int) -> int:
-        """Be ready for elements from `at` on, in order. Returns where the block shall end that would end at `end`."""
+        """Prepare for a block of elements from `at` on. Returns its end: `end`, or earlier where the panel ends."""
         if at >= self._high:
             if self._shared:
                 self._high = min(self._shared.reach(at, self._until), self._stop)
@@ -109,7 +118,7 @@ class TransposedOutputs:
         return min(end, self._high)
 
     def _end(self, at: int) -> int:
-        """The element before which the panel ends that begins with `at`: at a row's end where there is room for one."""
+        """The end (exclusive) of a panel that begins with element `at`: a row's end if a row fits."""
         row = self._row
         room = len(self._panel) // self._item
         rows = (room + at % row) // row  # the first may be a part of one
@@ -120,11 +129,11 @@ class TransposedOutputs:
         return min((first + even_rows(last - first, rows, self._height, self._item)) * row, self._stop)
 
     def room(self, at: int, end: int) -> memoryview:
-        """Where elements [at, end) of a block that has begun will lie: who fills it spares `take` the copy."""
+        """The part of the panel for elements [at, end). A caller that fills it directly saves `take` the copy."""
         return self._panel[(at - self._low) * self._item : (end - self._low) * self._item]
 
     def take(self, data: memoryview, at: int, end: int) -> None:
-        """Take elements [at, end) over, and write the panel where they are its last."""
+        """Add elements [at, end) to the panel, and write the panel to the files when it is full."""
         if not self._shared:
             room = self.room(at, end)
             if room.obj is not data.obj:
@@ -137,7 +146,7 @@ class TransposedOutputs:
                         self._put(part, panel, base, places)
 
     def _put(self, part: Region, panel: memoryview, base: int, places: Sequence[tuple[int, int]]) -> None:
-        """Write a region of which the panel, whose first element is `base`, holds all, to each of its places."""
+        """Write a region that is completely in the panel, whose first element is `base`, to each of its places."""
         item = self._item
         at = (part.at - base) * self._item
         dims = [
@@ -184,7 +193,7 @@ def run_of(dims: Sequence[Dim], item: int) -> tuple[list[Dim], list[Dim]]:
 
 
 def write(sink: Sink, file: int, offsets: Sequence[int], slots: Sequence[memoryview]) -> None:
-    """Write each slot at its offset; all are of one length."""
+    """Write each slot at its offset; all slots have the same length."""
     fd = sink.fds[file]
     try:
         done = sum(map(os.pwrite, repeat(fd), slots, offsets))
