@@ -1,4 +1,8 @@
-"""Megatron-LM: its three formats, names, arguments and passes. What the formats share lies here."""
+"""Megatron-LM: its three checkpoint formats, tensor names, arguments and passes.
+
+This file registers them; it imports nothing heavy, because it is read at every start of the tool. Each format has a
+package of its own (`legacy`, `torch_dist`, `fsdp_dtensor`); the modules next to it are shared by all three.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,9 @@ if TYPE_CHECKING:
     from ckpt_tool.sources.chosen import Chosen, Conversion
     from ckpt_tool.storage.source import Tree
 
-_DIST_FILES = ("metadata.json", "common.pt")  # one of which each torch_dist has
-_HEAD = 48 << 10  # bytes of `.metadata` in which keys are looked for
-_FSDP_WORDS = (b".module.", b".param_to_group_meta.")  # one of which is in the keys of each Megatron-FSDP
+_DIST_FILES = ("metadata.json", "common.pt")  # every torch_dist checkpoint has one of them
+_HEAD = 48 << 10  # bytes of `.metadata` that are searched for keys
+_FSDP_WORDS = (b".module.", b".param_to_group_meta.")  # the keys of every Megatron-FSDP checkpoint contain one of them
 
 
 def _may_be_megatron(tree: Tree) -> bool:
@@ -24,7 +28,7 @@ def _may_be_megatron_dist(tree: Tree) -> bool:
 
 
 def _may_be_megatron_fsdp(tree: Tree) -> bool:
-    """A DCP says whose it is in the keys at the beginning of `.metadata`."""
+    """Return whether the first keys in `.metadata` are Megatron-FSDP's; the container is a plain DCP."""
     if tree.single is not None:
         return False
     from ckpt_tool.formats.run_pointer import POINTER

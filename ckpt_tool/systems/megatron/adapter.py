@@ -1,17 +1,17 @@
-"""Adapters of Megatron's models: what a run's config says of them, and the tensors that lie otherwise than they mean.
+"""Adapters of Megatron's models: the settings in the run's config, and tensors whose rows are stored out of order.
 
-A checkpoint of a LoRA run of Megatron-Bridge is a torch_dist whose model section has the adapter alone
-(`apply_peft_adapter_filter_to_state_dict`), beside `run_config.yaml`:
+A checkpoint of a LoRA run of Megatron-Bridge is a torch_dist folder whose model section has only the adapter
+(`apply_peft_adapter_filter_to_state_dict`), with a `run_config.yaml` next to it:
 
     peft: {_target_: megatron.bridge.peft.lora.LoRA, dim: 8, alpha: 16, ...}    LoRA, VLMLoRA, CanonicalLoRA, DoRA
     model: {num_layers: 2, hidden_size: 16, ...}                               the base, in the provider's words
-    checkpoint: {pretrained_checkpoint: ...}                                   where the base lies
+    checkpoint: {pretrained_checkpoint: ...}                                   the path of the base
 
     M.adapter.linear_in.weight (r, in), M.adapter.linear_out.weight (out, r), M.adapter.weight_magnitude (out,)
     M.adapter.adapter_q.linear_in.weight, ...                                  CanonicalLoRA: q, k, v, gate, up
 
-The scaling is alpha / r, r the tensor's own (`normalize_moe_lora`: experts have dim / topk). Two kinds of tensors are
-stored in an order that depends on the tensor ranks of the job that saved them:
+The scaling is alpha / r, where r is the rank of that tensor (`normalize_moe_lora`: experts have dim / topk). Two kinds
+of tensors are stored in an order that depends on the tensor ranks of the job that saved them:
 
     canonical gate and up, B: each rank's rows are taken for gate and up and cut in two (`ParallelLinearAdapter.
         sharded_state_dict`, `"linear_fc1" in self.base_linear_name`): all first halves, then all second halves
@@ -19,8 +19,8 @@ stored in an order that depends on the tensor ranks of the job that saved them:
         (`LoraParallelLinear.sharded_state_dict` has the factory for the base alone): each rank's [gate; up] one below
         the other
 
-`stretches` is the map, `read_adapter` gives the rows in the order of the whole tensor. So such tensors can't be told
-without the ranks: `run_config.yaml` states them, else the boxes do. Source: megatron-bridge 0.6.2
+`stretches` is the map, `read_adapter` returns the rows in the order of the whole tensor. Such tensors can't be read
+without the number of ranks: `run_config.yaml` states it, else the stored boxes show it. Source: megatron-bridge 0.6.2
 `peft/{utils,canonical_lora,adapter_wrapper}.py`, `training/checkpointing.py`; mcore-bridge 1.6.5 `tuners/lora.py`,
 ms-swift 4.6.0 `megatron/utils/megatron_lm_utils.py`. Cost: one small file. What it does not do: names of the hub
 (`families.low_rank`).
@@ -59,13 +59,15 @@ _DEGREES = {
     "expert_model_parallel_size": "ep",
     "expert_tensor_parallel_size": "etp",
 }
-_MADE = ("canonical_mapping", "params_to_save")  # sets that the bridge makes itself
+_MADE = ("canonical_mapping", "params_to_save")  # sets that the bridge builds itself; left out when writing
+# Tensors that are stored rank by rank, [gate; up] of each rank.
 _STRIPED = re.compile(r"(?:.+\.)?linear_fc1\.(?:adapter\.weight_magnitude|lora_B\.[^.]+\.weight)")
+# Tensors that are stored as all first halves of the ranks' rows, then all second halves.
 _HALVED = re.compile(r".+\.linear_fc1\.adapter\.adapter_(?:gate|up)\.linear_out\.weight")
 
 
 def is_adapter(names: Iterable[str]) -> bool:
-    """Are these the tensors of an adapter alone?"""
+    """Return whether every name belongs to an adapter, so that the checkpoint has no base weights."""
     names = list(names)
     return bool(names) and all(_OF_ADAPTER.fullmatch(name) for name in names)
 
@@ -77,8 +79,18 @@ _AGAIN = "get the file again from where the job wrote it"
 def run_config(
     tree: Tree, folder: str, *, code: str = UNREADABLE, fault: str = _SCALING, hint: str = _AGAIN
 ) -> Mapping[str, Any]:
-    """`run_config.yaml` beside the items, {} without one. Raises InputError of `code` for what is no plain YAML; fault:
-    what that is, and what it means to who reads it."""
+    """Return the document in `folder`'s `run_config.yaml`, {} if there is no such file.
+
+    Args:
+        tree: the checkpoint.
+        folder: where the file is looked for.
+        code: the error code if the file can't be parsed.
+        fault: the message for that case, with `{}` for what the parser met.
+        hint: the hint for that case.
+
+    Raises:
+        InputError: `code`, the file is not plain YAML.
+    """
     path = folder + RUN_CONFIG
     if not tree.exists(path):
         return {}
@@ -102,7 +114,7 @@ def _section(document: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def hints_of(document: Mapping[str, Any]) -> LoraHints:
-    """What a `run_config.yaml` says of the adapter and its base."""
+    """Return the settings of the adapter and of its base in a parsed `run_config.yaml`."""
     peft, model, checkpoint = (_section(document, key) for key in _SECTIONS)
     plain = {key: value for key, value in model.items() if isinstance(value, int | float | str | bool | list)}
     stated = (model.get("hf_model_id"), checkpoint.get("pretrained_checkpoint"))
@@ -110,14 +122,15 @@ def hints_of(document: Mapping[str, Any]) -> LoraHints:
 
 
 def degrees_of_run(hints: LoraHints) -> dict[str, int]:
-    """The degrees of the job that saved the adapter, {} where nothing states them. Experts lie on data ranks."""
+    """Return the degrees of the job that saved the adapter, {} if its config does not state them."""
     degrees = facts_of(hints.arguments).degrees if hints.model else {}
+    # Expert ranks are carved out of the data ranks, so there are at least as many data ranks.
     return {**degrees, "dp": max(degrees["dp"], degrees["ep"])} if degrees else {}
 
 
 class Stretch(NamedTuple):
-    """`rows` rows of a tensor from row `there` on, which lie from row `here` on where it is stored; tensor rank `rank`
-    has them."""
+    """A run of consecutive rows: rows `there`.. of the whole tensor are rows `here`.. of the stored one; `rank` is the
+    tensor rank that has them."""
 
     there: int
     here: int
@@ -126,7 +139,7 @@ class Stretch(NamedTuple):
 
 
 def stretches(name: str, rows: int, ranks: int, *, gated: bool) -> list[Stretch]:
-    """How the rows of an adapter's tensor lie that is not stored in its own order; [] for one that is.
+    """Return where each run of rows of an adapter's tensor is stored, [] if the rows are stored in order.
 
     >>> stretches("linear_fc1.adapter.weight_magnitude", 8, 2, gated=True)[1]
     Stretch(there=4, here=2, rows=2, rank=0)
@@ -144,8 +157,19 @@ def stretches(name: str, rows: int, ranks: int, *, gated: bool) -> list[Stretch]
 
 
 def with_alpha(hints: LoraHints, shapes: Mapping[str, tuple[int, ...]], alpha: float | None, path: str) -> LoraHints:
-    """The hints with the alpha that the user states (`--lora-alpha`), None for none; the class and the rank are what
-    names and shapes show. path: of the checkpoint. Raises UsageError E2791 where the run's config says another."""
+    """Return the hints with the user's alpha (`--lora-alpha`; None: not given).
+
+    A run without a config also gets the adapter's class, from the tensors' names, and its rank, from their shapes.
+
+    Args:
+        hints: what the run's config states.
+        shapes: of the adapter's tensors, by name.
+        alpha: the user's alpha.
+        path: of the checkpoint, for the message.
+
+    Raises:
+        UsageError: E2791, the run's config states another alpha.
+    """
     if alpha is None or not shapes:
         return hints
     if hints.peft and hints.peft.get("alpha") != alpha:
@@ -158,12 +182,14 @@ def with_alpha(hints: LoraHints, shapes: Mapping[str, tuple[int, ...]], alpha: f
     if hints.peft:
         return hints
     ranks = [shape[0] for name, shape in shapes.items() if name.endswith((".linear_in.weight", ".lora_A.weight"))]
+    # Only DoRA has magnitudes; only CanonicalLoRA has an adapter for each of q, k, v, gate and up.
     magnitudes = any(name.endswith("weight_magnitude") for name in shapes)
     apart = any(".adapter.adapter_" in name for name in shapes)
     if magnitudes:
         kind = "dora.DoRA"
     else:
         kind = "canonical_lora.CanonicalLoRA" if apart else "lora.LoRA"
+    # Experts may have a smaller rank (`normalize_moe_lora`), so the most frequent rank is the run's.
     said = {"dim": max(set(ranks), key=ranks.count), "alpha": int(alpha) if alpha == int(alpha) else alpha}
     return replace(hints, peft={"_target_": f"megatron.bridge.peft.{kind}", **said, "dropout": 0.0})
 
@@ -175,8 +201,17 @@ def read_adapter(
     args: Mapping[str, Any],
     alpha: float | None = None,
 ) -> tuple[Mapping[TensorKey, LogicalTensor], LoraHints | None, list[Note]]:
-    """(the tensors with rows in the order of the whole, what the run says of its adapter, notes). Beside its base an
-    adapter says nothing of the run: None. args: the job's arguments, {} for none. alpha: what the user states."""
+    """Return the tensors with their rows in order, the hints of the run, and notes.
+
+    The hints are None if the checkpoint has base weights too: then it is not a checkpoint of an adapter.
+
+    Args:
+        tree: the checkpoint.
+        folder: of its `run_config.yaml`.
+        tensors: all tensors of the checkpoint.
+        args: the job's arguments, {} for none.
+        alpha: the user's alpha (`--lora-alpha`), None if not given.
+    """
     own = {key: tensor for key, tensor in tensors.items() if _OF_ADAPTER.fullmatch(key.name)}
     if not own:
         return tensors, None, []
@@ -188,11 +223,13 @@ def read_adapter(
     unknown = False
     out = dict(tensors)
     gated = is_gated(hints, {key.name: tensor.shape for key, tensor in own.items()})
-    gated = gated is not False if alone else gated is True  # as the writer takes a whole model that does not say it
+    # Unknown counts as gated for an adapter, and as not gated next to a base: the writer assumes the same.
+    gated = gated is not False if alone else gated is True
 
     for key, tensor in own.items():
         if tensor.shape:
             boxes = len({chunk.box.offset[0] for chunk in tensor.chunks})
+            # Each rank stored one box, or two where its rows were cut in halves.
             count = ranks or (boxes // 2 if _HALVED.fullmatch(key.name) else boxes)
             rows = stretches(key.name, tensor.shape[0], count, gated=gated)
             unknown |= bool(rows) and ranks is None
@@ -221,7 +258,7 @@ def read_adapter(
 
 
 def hints_of_arguments(args: Mapping[str, Any]) -> LoraHints:
-    """What ms-swift's arguments say of the adapter (`lora_rank`, `lora_alpha`, ...). Its base is `model`."""
+    """Return the adapter's settings in ms-swift's arguments (`lora_rank`, `lora_alpha`, ...); `model` is the base."""
     words = {"lora_rank": "dim", "lora_alpha": "alpha", "lora_dropout": "dropout", "use_rslora": "use_rslora"}
     peft = {word: args[own] for own, word in words.items() if args.get(own) is not None}
     plain = {key: value for key, value in args.items() if isinstance(value, int | float | str | bool)}
@@ -230,7 +267,12 @@ def hints_of_arguments(args: Mapping[str, Any]) -> LoraHints:
 
 
 def faults_of_ranks(parts: Iterable[tuple[str, str]], hints: LoraHints | None) -> tuple[int, list[str]]:
-    """(the tensor ranks, why what they left is no adapter of whole weights). parts: (module, kind) of each tensor."""
+    """Return the number of tensor ranks, and the reasons why their tensors don't form an adapter of the whole weights.
+
+    Args:
+        parts: (module, kind) of each tensor; kind is "a", "b" or "magnitude".
+        hints: of the run, None if there are none.
+    """
     ranks = (hints.tensor_ranks if hints is not None else None) or 1
     if ranks == 1:
         return ranks, []
@@ -246,7 +288,7 @@ def faults_of_ranks(parts: Iterable[tuple[str, str]], hints: LoraHints | None) -
 
 
 def is_gated(hints: LoraHints, shapes: Mapping[str, tuple[int, ...]]) -> bool | None:
-    """Does fc1 hold gate and up: by what the run says, else by the adapters of fc1 and fc2; None where neither does."""
+    """Return whether fc1 holds gate and up, None if unknown: from the run's config, else from the adapters' shapes."""
     said = hints.arguments.get("swiglu")
     if isinstance(said, bool):
         return said
@@ -258,7 +300,7 @@ def is_gated(hints: LoraHints, shapes: Mapping[str, tuple[int, ...]]) -> bool | 
 
 
 def _reorder_rows(tensor: LogicalTensor, rows: Iterable[Stretch]) -> LogicalTensor:
-    """The tensor with its rows in order."""
+    """Return the tensor with its rows in order: each chunk is cut at the borders of the runs. No data is read."""
     chunks = []
     rest = tensor.shape[1:]
     for each in rows:
@@ -275,8 +317,10 @@ def _reorder_rows(tensor: LogicalTensor, rows: Iterable[Stretch]) -> LogicalTens
 
 
 def run_text(hints: LoraHints, degrees: Mapping[str, int], gated: bool | None) -> bytes:
-    """`run_config.yaml` of an adapter: what says its scaling, and the ranks on which the order of its rows depends.
-    JSON, which is YAML."""
+    """Return the `run_config.yaml` of an adapter, as JSON, which is YAML.
+
+    It states the scaling, and the number of ranks, on which the order of the stored rows depends.
+    """
     ranks = {name: degrees[dim] for name, dim in _DEGREES.items() if dim in degrees}
     model = {**hints.model, **ranks, **({} if gated is None else {"gated_linear_unit": gated})}
     peft = {key: value for key, value in hints.peft.items() if key not in _MADE}

@@ -1,8 +1,8 @@
 """What a conversion needs of Megatron's `args`: the degrees, the model's sizes, the optimizer's kind. Read as data.
 
 The one idea: `args` is an `argparse.Namespace` of some 650 attributes, an `Opaque` here. `facts_of` takes the few that
-decide how tensors are cut and ordered, each checked for its type, and `updated` gives a copy for other degrees; all
-others travel untouched.
+decide how tensors are cut and ordered, each checked for its type, and `updated` returns a copy for other degrees; all
+other attributes are copied unchanged.
 
     facts_of(Opaque("argparse.Namespace", (), {"tensor_model_parallel_size": 2, "swiglu": True})).tp      # 2
 
@@ -28,18 +28,19 @@ from ckpt_tool.systems.megatron.stored_names import GROUPED, SEQUENTIAL, TE_GROU
 NAMESPACE = "argparse.Namespace"
 DIMS = ("tp", "pp", "vpp", "ep", "etp", "dp", "cp")
 LOCAL, TE = SPECS
-_OWN = frozenset(("rank", "local_rank", "node_rank"))  # of each process
+_OWN = frozenset(("rank", "local_rank", "node_rank"))  # these differ from process to process
+# Arguments that decide sizes, splits or the step, though `facts_of` does not read them.
 _SIZES = (
     "hidden_size ffn_hidden_size moe_ffn_hidden_size moe_shared_expert_intermediate_size kv_channels qk_head_dim "
     "v_head_dim padded_vocab_size world_size use_tp_pp_dp_mapping params_dtype pipeline_model_parallel_layout "
     "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split "
     "account_for_loss_in_pipeline_split moe_layer_freq consumed_train_samples consumed_valid_samples curr_iteration"
 ).split()
-_LARGEST = 1 << 20  # of a degree, a count of heads or experts: above is a damaged file
+_LARGEST = 1 << 20  # the largest degree, head count or expert count; more means a damaged file
 
 
 class MegatronFacts(NamedTuple):
-    """Facts about the model and the job. None: the arguments do not say."""
+    """Facts about the model and the job. None: the arguments do not state it."""
 
     tp: int = 1
     pp: int = 1
@@ -53,7 +54,7 @@ class MegatronFacts(NamedTuple):
     experts: int | None = None
     heads: int | None = None
     groups: int | None = None
-    groups_whole: bool = False  # is a group of a rank alone?
+    groups_whole: bool = False  # no query group is shared by tensor ranks
     gated: bool | None = None  # fc1 holds gate and up
     tied: bool = False
     te: bool = False  # norms are fused into Transformer Engine's linears
@@ -63,7 +64,7 @@ class MegatronFacts(NamedTuple):
     kv_rank: int | None = None
     rope_dim: int | None = None
     distributed: bool | None = None
-    layer_wise: bool = False  # is one optimizer for matrices, whole, another distributed one for the rest?
+    layer_wise: bool = False  # matrices have an optimizer that keeps them whole, the rest a distributed one
     grad_fp32: bool = True  # gradients are reduced in fp32
     overlap: bool = False
     bucket_size: int | None = None  # elements, None for one bucket a buffer
@@ -73,10 +74,10 @@ class MegatronFacts(NamedTuple):
     vocab: int | None = None  # the tokenizer's size, without padding
     vocab_multiple: int | None = None  # what a rank's rows are padded to
     mamba: tuple[int, int, int] | None = None  # rows of a Mamba layer's sections: (inner, group, heads)
-    mamba_groups: int | None = None  # what tensor ranks must share of them beside the heads
-    delta: tuple[int, int, int] | None = None  # of a delta net's: (keys, values, value heads)
-    delta_heads: int | None = None  # what tensor ranks must share of them beside the heads
-    stated: bool = False  # were there arguments at all?
+    mamba_groups: int | None = None  # groups of a Mamba layer; tensor ranks must divide them as well as the heads
+    delta: tuple[int, int, int] | None = None  # rows of a delta net's sections: (keys, values, value heads)
+    delta_heads: int | None = None  # key heads; tensor ranks must divide them as well as the value heads
+    stated: bool = False  # the checkpoint has arguments
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -85,7 +86,7 @@ class MegatronFacts(NamedTuple):
 
 
 def arguments(extras: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes of `args` in a checkpoint's extras; {} when there are none."""
+    """Return the attributes of `args` in a checkpoint's extras, {} if there are none."""
     args = extras.get("args")
     if not (isinstance(args, Opaque) and args.name == NAMESPACE and isinstance(args.state, dict)):
         return {}
@@ -97,9 +98,11 @@ def arguments(extras: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_spec(args: Mapping[str, Any], spec: object) -> Mapping[str, Any]:
-    """`args` for the layer spec that is wished, one of `SPECS`; None keeps what they state. Transformer Engine's runs
-    experts through one grouped product (Megatron's default way to train them), the local one runs one after the
-    other."""
+    """Return `args` for the requested layer spec, one of `SPECS`; None keeps the stated one.
+
+    Transformer Engine's spec computes all experts in one grouped product (Megatron's default for training), the local
+    one computes them one after the other, so the arguments that choose the experts' container change too.
+    """
     if spec not in SPECS or not args:
         return args
     grouped = {"moe_grouped_gemm": spec == TE, "moe_use_legacy_grouped_gemm": False} if args.get("num_experts") else {}
@@ -107,11 +110,17 @@ def with_spec(args: Mapping[str, Any], spec: object) -> Mapping[str, Any]:
 
 
 def facts_of(args: Mapping[str, Any], spec: object = None) -> MegatronFacts:
-    """The facts that `args` (attributes by name) state. spec: of `SPECS`, where there are no arguments to say it."""
+    """Return the facts that `args` (attributes by name) state.
+
+    Args:
+        args: the attributes; {} gives the defaults.
+        spec: the requested layer spec, one of `SPECS`; counts only if there are no arguments.
+    """
     if spec == TE and not args:
         return MegatronFacts(te=True, container=TE_GROUPED)
 
     def whole(name: str, least: int = 1) -> int | None:
+        # `type() is int` because True is an int as well.
         value = args.get(name)
         return value if type(value) is int and least <= value < _LARGEST else None
 
@@ -192,8 +201,11 @@ def _container(args: Mapping[str, Any], *, te: bool) -> str:
 
 
 def updated(args: Mapping[str, Any], degrees: Mapping[str, int], stages: Stages, rank: int) -> dict[str, Any]:
-    """A copy of `args` for other degrees and rank number `rank`. Attributes that the source does not have are added
-    only where Megatron needs them to load what was written."""
+    """Return a copy of `args` for other degrees and rank number `rank`.
+
+    Attributes that the source lacks are added only if Megatron needs them to load the new checkpoint: versions of
+    Megatron differ in the arguments that they know.
+    """
     tp = degrees["tp"]
     pp = degrees["pp"]
     vpp = degrees["vpp"]
@@ -231,7 +243,7 @@ def updated(args: Mapping[str, Any], degrees: Mapping[str, int], stages: Stages,
 
 
 class _Watched(dict[str, Any]):
-    """Arguments that remember which were looked up."""
+    """Arguments that record which names were looked up, so that `differences` knows what `facts_of` reads."""
 
     def __init__(self, args: Mapping[str, Any]) -> None:
         super().__init__(args)
@@ -246,8 +258,11 @@ class _Watched(dict[str, Any]):
 
 
 def differences(args: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Arguments of two ranks that should be equal and are not: those that decide what the ranks' tensors are, or which
-    step they are of; and all others. A rank's own number aside, Megatron gives every rank the same."""
+    """Return the names of the arguments in which two ranks differ: first those that matter, then all others.
+
+    Those that matter decide the ranks' tensors or the training step. Megatron gives every rank the same arguments,
+    except for the rank's own number, which is ignored here.
+    """
     watched = _Watched(args)
     facts_of(watched)
     decide = {*watched.used, *_SIZES}
@@ -256,5 +271,5 @@ def differences(args: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[list
 
 
 def torch_dtype(value: Any) -> str | None:
-    """`bfloat16` of a `torch.bfloat16` symbol; None for anything else."""
+    """Return `bfloat16` for a `torch.bfloat16` symbol, None for anything else."""
     return value.name.removeprefix("torch.") if isinstance(value, Symbol) and value.name.startswith("torch.") else None

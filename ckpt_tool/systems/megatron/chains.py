@@ -1,17 +1,21 @@
-"""Which optimizer of a chain steps which parameter, and which of them a data rank of a layer-wise one does.
+"""Which optimizer of a chain updates which parameter, and which parameters a layer-wise optimizer assigns to a data
+rank.
 
-The one idea: nothing of an optimizer's file is named, but two rules share the parameters out, and the file says enough
-to hold them against it (the groups' hyperparameters, how many parameters each has, every shape).
+The one idea: the files of an optimizer hold no names, but two rules assign the parameters, and the files hold enough to
+check the rules against (the groups' hyperparameters, the number of parameters of each group, every shape).
 
-* Muon and Lion leave embedding, output layer and all that is no matrix to another optimizer: a chain of two, each for
-  the model's matrices or for the rest. The rest's is the one with a group without weight decay (norms). Experts, where
-  they are parallel, have an optimizer of their own in the chain, or groups of their own in it.
-* The layer-wise optimizer deals the parameters of ALL its chain out to data ranks before any of them has a state:
-  sorted by size (a stable sort of chain, group, parameter), dealt to and fro; parallel experts' by themselves.
+* Muon and Lion leave the embedding, the output layer and everything that is not a matrix to another optimizer: a chain
+  of two, one for the model's matrices and one for the rest. The rest's is the one that has a group without weight decay
+  (norms). Parallel experts have an optimizer of their own in the chain, or groups of their own in one of its
+  optimizers.
+* The layer-wise optimizer assigns the parameters of the WHOLE chain to data ranks before any of them has a state:
+  sorted by size (a stable sort of chain, group, parameter), to the ranks in ascending and descending order by turns;
+  parallel experts' parameters are assigned separately.
 
       10 parameters of growing size, 4 ranks: p0-p3 to ranks 0 1 2 3, p4-p7 to ranks 3 2 1 0, p8 p9 to ranks 0 1
 
-Files `layer_wise_optimizer_<data rank>.pt` beside `model_optim_rng.pt` hold what the rank was dealt, numbered anew.
+Files `layer_wise_optimizer_<data rank>.pt` next to `model_optim_rng.pt` hold the states of the rank's parameters, which
+are numbered from 0 in each file.
 
 Sources (NVIDIA/Megatron-LM): core 0.16.1 `core/optimizer/muon.py` (`get_megatron_muon_optimizer`),
 `layer_wise_optimizer.py` (`shard_params`), core 0.18.0 `core/optimizer/__init__.py`
@@ -35,17 +39,18 @@ if TYPE_CHECKING:
     from ckpt_tool.systems.megatron.args import MegatronFacts
     from ckpt_tool.systems.megatron.job import MegatronRank, RankArray
 
-SHARE = re.compile(r"layer_wise_optimizer_(\d{1,6})\.pt")
-Members = list[list["RankArray"]]  # of each group of an optimizer
+SHARE = re.compile(r"layer_wise_optimizer_(\d{1,6})\.pt")  # the file of a data rank's share of the optimizer
+Members = list[list["RankArray"]]  # the parameters of each group of an optimizer
 
 
 def is_layer_wise(args: Mapping[str, Any]) -> bool:
-    """Did the job share optimizer states out by parameter, so that no rank's model file has all of them?"""
+    """Return whether the job distributed optimizer states by parameter, so that no rank's model file has all of
+    them."""
     return args.get("optimizer") == "dist_muon" or bool(args.get("use_layer_wise_distributed_optimizer"))
 
 
 class RankShare(NamedTuple):
-    """A data rank's file."""
+    """The optimizer file of one data rank, and the rank's place among those that share parameters."""
 
     file: str
     # dense, experts: (its number, how many there are) among the ranks that share dense parameters, parallel experts
@@ -54,7 +59,7 @@ class RankShare(NamedTuple):
 
 
 def share_files(tree: Tree, folders: Iterable[str]) -> list[str]:
-    """The files of data ranks in these folders, in order."""
+    """Return the files of data ranks in these folders, by folder and rank."""
     own = frozenset(folders)
     found = ((path, SHARE.fullmatch(path.rpartition("/")[2])) for path in tree.listing())
     named = [(path.rpartition("/")[0], int(name[1]), path) for path, name in found if name]
@@ -62,18 +67,27 @@ def share_files(tree: Tree, folders: Iterable[str]) -> list[str]:
 
 
 def is_share(path: str) -> bool:
+    """Return whether the path is one of a data rank's optimizer file."""
     return SHARE.fullmatch(path.rpartition("/")[2]) is not None
 
 
 def shares_beside(
     path: str, where: MegatronRank, degrees: Mapping[str, int], files: Container[str], tree: Tree
 ) -> Iterator[RankShare]:
-    """The shares in a rank's folder. files: those that there are.
+    """Yield the data ranks' optimizer files in the folder of a model-parallel rank.
 
-    Raises Incomplete E0302 naming every file that is missing, E2002 for ranks that wrote over each other's.
+    Args:
+        path: the folder.
+        where: the model-parallel rank.
+        degrees: of the job.
+        files: the files that exist.
+        tree: the checkpoint, for the messages.
+
+    Raises:
+        Incomplete: E0302 naming every file that is missing, E2002 if ranks overwrote each other's files.
     """
     tp, ep, etp, dp, cp = (degrees[dim] for dim in ("tp", "ep", "etp", "dp", "cp"))
-    if cp > 1:
+    if cp > 1:  # files are numbered without the context-parallel rank, so ranks of one group write the same file
         raise Incomplete(
             f"{cp} context-parallel ranks were dealt shares of the optimizer and wrote them over each other",
             code="E2002",
@@ -81,6 +95,7 @@ def shares_beside(
             hint="shares are lost: save as torch_dist from the running job, or take the model with --state model",
         )
 
+    # Data rank -> rank inside the stage. With parallel experts a folder has only the data ranks of its expert rank.
     ranks = {d: where.tp + tp * d for d in range(dp)}
     own = {d: rank for d, rank in ranks.items() if ep == 1 or rank // etp % ep == where.ep}
     share_files = {d: f"{path}/layer_wise_optimizer_{d}.pt" for d in own}
@@ -103,7 +118,8 @@ def shares_beside(
 
 
 def matrices_at(chain: Sequence[Any], facts: MegatronFacts) -> int | None:
-    """Which of a chain's two optimizers for dense parameters steps the matrices; None where there are not two."""
+    """Return the position of the optimizer that updates dense matrices, None unless two optimizers are for dense
+    parameters."""
     dense = [at for at, one in enumerate(chain) if groups_of(one) and not all(map(is_expert_group, groups_of(one)))]
     if len(dense) != 2:
         return None
@@ -118,8 +134,11 @@ def _always_decays(optimizer: Any, facts: MegatronFacts) -> bool:
 
 
 def held_by(optimizer: Any, at: int | None, facts: MegatronFacts) -> Callable[[str, Sequence[int]], bool]:
-    """Whether number `at` of a stored chain steps a parameter (its name, its shape); experts' optimizers are not told
-    from the dense ones."""
+    """Return a test whether optimizer number `at` of a stored chain updates a parameter, given its name and shape.
+
+    The test does not distinguish experts' optimizers from the dense ones; it accepts everything if the chain does not
+    split matrices from the rest.
+    """
     first = matrices_at(chained(optimizer), facts)
     if first is None or at is None:
         return lambda name, shape: True
@@ -134,9 +153,12 @@ SAYS_ADAM = (
 
 
 def say_adam(chain: Sequence[Sequence[dict[str, Any]]]) -> bool:
-    """Put into the groups of each optimizer of a chain with Muon what tells that it is Adam, where they lack it: core
-    0.19 finds a group by that word too (`core/optimizer/optimizer.py`, `param_group_identifier_keys`), which 0.18 and
-    newer write, and 0.16 and 0.17, whose Muon has Adam alone beside it, don't. True where any lacked it."""
+    """Mark the groups of Adam in a chain with Muon as Adam's, and return whether any lacked the mark.
+
+    Core 0.19 looks a group up by that word too (`core/optimizer/optimizer.py`, `param_group_identifier_keys`). 0.18 and
+    newer write it; 0.16 and 0.17 don't, because Adam is the only optimizer that they combine with Muon.
+    """
+    # Muon's groups have `momentum`, Adam's have `betas`.
     if not any("momentum" in group and "betas" not in group for groups in chain for group in groups):
         return False
     silent = [group for groups in chain for group in groups if "betas" in group and ADAM.keys().isdisjoint(group)]
@@ -146,8 +168,8 @@ def say_adam(chain: Sequence[Sequence[dict[str, Any]]]) -> bool:
 
 
 def chain_members(chain: Sequence[Any], params: Sequence[RankArray], facts: MegatronFacts) -> list[Members] | None:
-    """The parameters of each group of each optimizer, in the order of their numbers; None where the groups are of a
-    kind that the rules don't make."""
+    """Return the parameters of each group of each optimizer, in the order of their numbers; None if the rules don't
+    produce such groups."""
     every = [groups_of(one) for one in chain]
     parallel = any(is_expert_group(group) for groups in every for group in groups)
     first = matrices_at(chain, facts)
@@ -179,7 +201,7 @@ def _has_mixed_groups(groups: Sequence[Mapping[str, Any]]) -> bool:
 def _split_by_kind(
     groups: Sequence[Mapping[str, Any]], own: Sequence[RankArray], facts: MegatronFacts
 ) -> Members | None:
-    """As `members_of`, where dense and expert parameters have groups in one optimizer."""
+    """Do the same as `members_of` for an optimizer that may have groups of dense and groups of expert parameters."""
     if not _has_mixed_groups(groups):
         return members_of(groups, own, facts)
     out: Members = [[] for _ in groups]
@@ -196,8 +218,14 @@ def _split_by_kind(
 def dealt(
     every: Sequence[Members], chain: Sequence[Any], dense: tuple[int, int], experts: tuple[int, int]
 ) -> list[Members]:
-    """What of a chain's parameters one data rank was dealt. dense, experts: (its number, how many ranks there are)
-    among those that share dense parameters, parallel experts."""
+    """Return the parameters of a chain that the layer-wise optimizer assigns to one data rank.
+
+    Args:
+        every: the parameters of each group of each optimizer.
+        chain: the stored optimizers.
+        dense: (the rank's number, number of ranks) among the ranks that share dense parameters.
+        experts: the same among those that share parallel experts.
+    """
     shares: list[Members] = []
     for members in every:
         shares.append([[] for _ in members])
@@ -207,7 +235,7 @@ def dealt(
         for share, arrays, group in zip(group_shares, members, groups_of(optimizer), strict=True):
             places += [(share, is_expert_group(group), array) for array in arrays]
 
-    # By size, to ranks 0, 1, ..., n - 1, n - 1, ..., 0 and so on; experts' parameters are dealt by themselves.
+    # By size, to ranks 0, 1, ..., n - 1, n - 1, ..., 0 and so on; experts' parameters are assigned separately.
     counts = {False: 0, True: 0}
     for share, is_expert, array in sorted(places, key=lambda place: place[2].numel):
         rank, ranks = experts if is_expert else dense

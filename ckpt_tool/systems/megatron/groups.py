@@ -1,10 +1,10 @@
-"""The hyperparameter groups of Megatron's optimizers: which parameter is in which, and those that a new layout wants.
+"""The hyperparameter groups of Megatron's optimizers: the group of each parameter, and the groups of a new layout.
 
 The one idea: a parameter's group follows from its name and shape. 1-d tensors have no weight decay (`wd_mult` 0); q and
-k norms do with `apply_wd_to_qk_layernorm`; embeddings and the output layer stand apart with `decoupled_lr`; experts'
-(`is_expert_parallel`) are an optimizer of their own where experts are parallel, and then the optimizer's state is a
-list [dense, experts]. A group that the source lacks (experts', when they become parallel) is made from the nearest that
-it has: of the same kind but for the experts, or else its first.
+k norms do with `apply_wd_to_qk_layernorm`; embeddings and the output layer have groups of their own with
+`decoupled_lr`; experts' groups (`is_expert_parallel`) form an optimizer of their own if experts are parallel, and then
+the optimizer's state is a list [dense, experts]. A group that the source lacks (experts', when they become parallel) is
+made from the most similar one that it has: the group that differs only in the experts, or else the first.
 
     dense [{wd_mult 1, lr 3e-4}, {wd_mult 0, lr 3e-4}], experts without biases -> [{wd_mult 1, lr 3e-4, expert}]
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:  # readers of states need neither
 
 
 class GroupKey(NamedTuple):
-    """What parts parameters into groups of one optimizer."""
+    """What decides the group of a parameter inside one optimizer."""
 
-    decay: bool
-    decoupled: bool
+    decay: bool  # has weight decay
+    decoupled: bool  # has the learning rate `decoupled_lr`
 
 
 def key_of_param(local: str, shape: Sequence[int], facts: MegatronFacts) -> GroupKey:
-    """The key of a parameter by its name, the rank's or the logical one."""
+    """Return the key of a parameter from its name (the rank's or the logical one) and shape."""
     words = local.split(".")
     qk = facts.qk_decay and words[-2:-1] and words[-2] in ("q_layernorm", "k_layernorm")
     decay = (len(shape) != 1 and words[-1] != "bias") or bool(qk)
@@ -40,17 +40,20 @@ def key_of_param(local: str, shape: Sequence[int], facts: MegatronFacts) -> Grou
 
 
 def is_matrix(name: str, shape: Sequence[int]) -> bool:
-    """Does Muon step the parameter of that logical name? It leaves embedding, output layer and all that is no matrix to
-    another optimizer of its chain (core 0.16.1 `core/optimizer/muon.py`, core 0.19 `layer_wise_optimizer.py`
-    `is_managed_by_layer_wise_optimizer`)."""
+    """Return whether Muon updates the parameter of that logical name.
+
+    It leaves the embedding, the output layer and everything that is not a matrix to another optimizer of its chain
+    (core 0.16.1 `core/optimizer/muon.py`, core 0.19 `layer_wise_optimizer.py` `is_managed_by_layer_wise_optimizer`).
+    """
     return len(shape) == 2 and stem(name) not in (EMBEDDING, TIED_HEAD)
 
 
 def key_of_group(group: Mapping[str, Any], facts: MegatronFacts) -> GroupKey:
-    """A stored group's key, from its hyperparameters."""
+    """Return the key of a stored group from its hyperparameters."""
     decoupled = bool(group.get("is_decoupled_lr"))
     if facts.decoupled_lr is not None and group.get("max_lr") == facts.decoupled_lr:
         decoupled = True
+    # A group without `wd_mult` still shows by its `weight_decay` whether it decays.
     multiple = group.get("wd_mult", 1.0 if group.get("weight_decay", 1.0) else 0.0)
     return GroupKey(multiple != 0.0, decoupled and facts.decoupled_lr is not None)
 
@@ -58,8 +61,8 @@ def key_of_group(group: Mapping[str, Any], facts: MegatronFacts) -> GroupKey:
 def members_of(
     groups: Sequence[Mapping[str, Any]], arrays: Sequence[RankArray], facts: MegatronFacts
 ) -> list[list[RankArray]] | None:
-    """The parameters of each stored group, in order; None when the groups are of another kind (a parameter fits none,
-    or two groups have one key)."""
+    """Return the parameters of each stored group, in order; None if these rules did not make the groups (a parameter
+    fits none, or two groups have the same key)."""
     keys = [key_of_group(group, facts) for group in groups]
     if len(set(keys)) != len(keys):
         return None
@@ -73,14 +76,16 @@ def members_of(
 
 
 def is_expert_group(group: Any) -> bool:
+    """Return whether a stored group is one of parallel experts' parameters."""
     return isinstance(group, Mapping) and bool(group.get("is_expert_parallel"))
 
 
-VALUES = "parameter_values"  # extras: {parameter: {state: number}}, what an optimizer keeps of each that is no tensor
+VALUES = "parameter_values"  # extras: {parameter: {state: number}}, an optimizer's states that are no tensors
 
 
 def chained(optimizer: Any) -> list[Any]:
-    """The optimizers of a stored state: a list's elements, a dict of numbers' values, or the one that there is."""
+    """Return the optimizers of a stored state: a list's elements, the values of a dict with integer keys, or the only
+    one."""
     if isinstance(optimizer, list):
         return list(optimizer)
     if isinstance(optimizer, dict) and optimizer and all(isinstance(key, int) for key in optimizer):
@@ -89,7 +94,10 @@ def chained(optimizer: Any) -> list[Any]:
 
 
 def groups_of(optimizer: Any) -> list[dict[str, Any]]:
-    """The `param_groups` of one stored optimizer, wrapped or not; [] when it has none."""
+    """Return the `param_groups` of one stored optimizer, [] if it has none.
+
+    A mixed-precision optimizer wraps the real one under `optimizer`; both forms are accepted.
+    """
     if not isinstance(optimizer, dict):
         return []
     inner = optimizer.get("optimizer", optimizer)
@@ -100,7 +108,15 @@ def groups_of(optimizer: Any) -> list[dict[str, Any]]:
 def groups_for(
     stored: Sequence[Mapping[str, Any]], keys: Set[GroupKey], facts: MegatronFacts, *, experts: bool
 ) -> list[dict[str, Any]]:
-    """The groups of an optimizer whose parameters have `keys`: those of its kind in `stored`, then those made."""
+    """Return the groups of a new optimizer, one for each of `keys`: copies of stored groups, then new ones.
+
+    Args:
+        stored: the source's groups.
+        keys: of the parameters that the optimizer has.
+        facts: of the job.
+        experts: whether the optimizer is that of parallel experts.
+    """
+    # `twins` are the models for new groups: those of the same kind first.
     own = [group for group in stored if is_expert_group(group) is experts]
     twins = own + [group for group in stored if group not in own]
     out: dict[GroupKey, dict[str, Any]] = {}
@@ -117,7 +133,7 @@ def groups_for(
 def _make_group(
     key: GroupKey, twins: Sequence[Mapping[str, Any]], facts: MegatronFacts, *, experts: bool
 ) -> dict[str, Any]:
-    """A group that the source does not have, from the one nearest to it."""
+    """Return a group that the source lacks, made from its most similar one."""
     same = next((dict(twin) for twin in twins if key_of_group(twin, facts) == key), None)
     group = same or dict(twins[0]) if twins else {"lr_mult": 1.0, "is_decoupled_lr": key.decoupled}
     group["is_expert_parallel"] = experts

@@ -1,4 +1,4 @@
-"""What a reader of Megatron's files remembers, so that the same files are written again."""
+"""What a reader of Megatron's files records, so that a writer can produce the same files again."""
 
 from __future__ import annotations
 
@@ -11,31 +11,30 @@ from ckpt_tool.core.hints import Hint
 
 @dataclass(frozen=True, slots=True)
 class MegatronHints(Hint):
-    """Of the legacy format."""
+    """Properties of a legacy checkpoint that its tensors alone don't show."""
 
     KEY: ClassVar[str] = "megatron"
     te: bool  # Transformer Engine's names
-    # container, mtp_inner: what experts and the layers of MTP lie in
-    container: str | None
-    mtp_inner: str | None
+    container: str | None  # of experts, one of `stored_names.CONTAINERS`
+    mtp_inner: str | None  # what an MTP layer calls its inner one
     extra_states: tuple[str, ...]  # keys of the extra states
     counts: tuple[int, ...]  # layers of each chunk
-    mtp: tuple[int, ...]  # chunks with MTP layers. gated,
-    gated: bool
-    down_shared: bool  # how fc1 and fc2 were read
-    release: bool  # the folder `release`
+    mtp: tuple[int, ...]  # chunks with MTP layers
+    gated: bool  # fc1 holds gate and up
+    down_shared: bool  # MLA's down projections are cut
+    release: bool  # the folder is `release`, not a step's
     distributed: bool  # with `distrib_optim.pt`
-    convolution: str = "_"  # `_` or `.` in the name of Mamba's
+    convolution: str = "_"  # the separator in `conv1d_weight` of Mamba, `_` or `.`
 
 
 @dataclass(frozen=True, slots=True)
 class DistHints(Hint):
-    """Of torch_dist."""
+    """Properties of a torch_dist checkpoint that its tensors alone don't show."""
 
     KEY: ClassVar[str] = "dist"
     styles: tuple[str, ...]  # how its keys spell things (`megatron.torch_dist.keys.styles_of`)
     extra_states: Mapping[str, Any]  # key -> shape of its grid
-    common_file: bool  # is the common state a file?
-    integrity: bool  # was there an `integrity.json`?
-    # which layers look through a window, where their attentions are stored apart
+    common_file: bool  # the common state is a file of its own
+    integrity: bool  # the folder has an `integrity.json`
+    # for each layer, whether it has sliding-window attention; () unless the two kinds are stored under separate keys
     windows: tuple[bool, ...] = ()

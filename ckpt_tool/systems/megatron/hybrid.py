@@ -1,5 +1,7 @@
-"""GPTModel's layers as those of a HybridModel, and back: in one a layer is attention and MLP, in the other each of them
-is a layer, by a letter of `hybrid_layer_pattern`.
+"""Names and arguments of a GPTModel as those of a HybridModel, and back.
+
+A layer of a GPTModel is an attention and an MLP; in a HybridModel each of the two is a layer of its own, named by a
+letter of `hybrid_layer_pattern`.
 
     GPT, 2 layers                                   HybridModel, "*-*-"
     decoder.layers.1.input_layernorm.weight         decoder.layers.2.input_layernorm.weight
@@ -8,9 +10,9 @@ is a layer, by a letter of `hybrid_layer_pattern`.
     decoder.layers.1.mlp...                         decoder.layers.3.mlp...
     decoder.final_layernorm.weight                  decoder.final_norm.weight
 
-Attention of GPT's layer i is that of the i-th `*`, its MLP that of the i-th `-` (dense) or `E` (experts): no element
-moves, and optimizer states follow their parameters. A Mixer (`M`) is in no GPTModel, and what it begins with is drawn
-at random by who trains it, so no pattern with one is written.
+The attention of GPT's layer i becomes the layer of the i-th `*`, its MLP that of the i-th `-` (dense) or `E` (experts):
+only names change, and optimizer states follow their parameters. A GPTModel has no mixer (`M`), and new mixers would
+have to be initialised at random, so no pattern with one is written.
 
 Source: NVIDIA/Megatron-LM d98e8a64, `tools/checkpoint/gpt_hybrid_conversion.py` (which tensors, which models are
 refused), `core/models/hybrid/hybrid_layer_allocation.py` (letters). Cost: a look at each name.
@@ -25,20 +27,21 @@ from typing import Any
 from ckpt_tool.systems.megatron.stored_names import ROOT
 
 PATTERN = "hybrid_layer_pattern"
+# Letters of the pattern: the kind of a HybridModel's layer.
 ATTENTION = "*"
 MIXER = "M"
 DENSE = "-"
 EXPERTS = "E"
 _OLD_PATTERN = "hybrid_override_pattern"  # core 0.16 and before
 _LAYER = re.compile(rf"({ROOT}decoder\.layers\.)(\d{{1,9}})\.(.+)", re.DOTALL)
-# the last of each
+# The last norm of each model; its name alone distinguishes the two.
 _GPT_NORM = "final_layernorm"
 _HYBRID_NORM = "final_norm"
 _LAST = re.compile(rf"({ROOT}decoder\.)({_GPT_NORM}|{_HYBRID_NORM})(\..+)", re.DOTALL)
 _AHEAD = re.compile(rf"{ROOT}mtp\.")
 _OF_ATTENTION = ("self_attention.", "input_layernorm.")
 _OF_MLP = ("mlp.", "pre_mlp_layernorm.")
-# attention that no HybridModel's `*` is: latent, gated delta nets
+# Attentions that have no letter in a HybridModel: latent attention, gated delta nets.
 _OTHERS = re.compile(
     r"self_attention\.(?:linear_(?:q|kv)_(?:down|up)_proj|linear_q_proj|in_proj|conv1d|core_attention\.)"
 )
@@ -50,7 +53,7 @@ def _absent(value: Any) -> bool:
     return not value
 
 
-# what the tool refuses: argument -> what it may be
+# Megatron's own tool refuses these models: argument -> a test whether its value is acceptable.
 _PLAIN: Mapping[str, Callable[[Any], bool]] = {
     "moe_layer_freq": lambda n: (
         n in (None, 1, "", "1") or (isinstance(n, list | tuple) and all(each == 1 for each in n))
@@ -65,15 +68,18 @@ _PLAIN: Mapping[str, Callable[[Any], bool]] = {
 
 
 class Unfit(ValueError):
-    """Layers that have no counterpart. args: the message, what to do."""
+    """Raised for layers that have no counterpart. args: (message, hint)."""
 
     @property
     def hint(self) -> str:
+        """What the user can do."""
         return str(self.args[1])
 
 
 def letters_of(pattern: str) -> str:
-    """The letters of the decoder's layers: without the `|` of stages. Raises Unfit.
+    """Return the letters of the decoder's layers, without the `|` between stages.
+
+    Raises Unfit for a pattern that no GPTModel has.
 
     >>> letters_of("*-|*-")
     '*-*-'
@@ -107,18 +113,18 @@ def letters_of(pattern: str) -> str:
 
 
 def pattern_of(args: Mapping[str, Any]) -> str:
-    """The pattern that a job's arguments state, "" for none."""
+    """Return the pattern in a job's arguments, "" if there is none."""
     found = args.get(PATTERN) or args.get(_OLD_PATTERN)
     return found if isinstance(found, str) else ""
 
 
 def is_hybrid(names: Iterable[str]) -> bool:
-    """Are these a HybridModel's, by its last norm?"""
+    """Return whether the names are a HybridModel's, which the name of its last norm shows."""
     return any(found[2] == _HYBRID_NORM for found in map(_LAST.fullmatch, names) if found)
 
 
 def refuse_args(args: Mapping[str, Any]) -> None:
-    """Raise Unfit for what only one of the two models has."""
+    """Raise Unfit if the arguments state a feature that only one of the two models has."""
     odd = [name for name, fits in _PLAIN.items() if not fits(args.get(name))]
     if odd:
         said = ", ".join(f"{name} {str(args[name])[:40]}" for name in odd)
@@ -128,8 +134,16 @@ def refuse_args(args: Mapping[str, Any]) -> None:
 
 
 def across(names: Iterable[str], letters: str, *, back: bool) -> dict[str, str]:
-    """{name: its name on the other side} of all that changes. letters: of `letters_of`. back: the names are a
-    HybridModel's. Raises Unfit naming the tensors that have no place there."""
+    """Return {name: name in the other model} for all names that change.
+
+    Args:
+        names: of all tensors.
+        letters: of the pattern, from `letters_of`.
+        back: whether the names are a HybridModel's; False: a GPTModel's.
+
+    Raises:
+        Unfit: names the tensors that have no place in the other model, or a layer that has no tensor.
+    """
     attention = [at for at, letter in enumerate(letters) if letter == ATTENTION]
     mlp = [at for at, letter in enumerate(letters) if letter in (DENSE, EXPERTS)]
     # Layer on this side -> layer on the other side; a GPTModel's layer i is the i-th attention and the i-th MLP.
@@ -191,8 +205,10 @@ def _no_place(odd: list[str], letters: str, *, back: bool) -> Unfit:
 
 
 def shown(names: Iterable[str]) -> str:
-    """The letters that a HybridModel's own names show, "" for any other model, and where a layer is none of attention
-    and MLP alone."""
+    """Return the pattern's letters as a HybridModel's names show them.
+
+    "" for any other model, and if a layer is neither an attention alone nor an MLP alone.
+    """
     names = list(names)
     kinds: dict[int, set[str]] = {}
     for found in filter(None, map(_LAYER.fullmatch, names)):
@@ -204,20 +220,23 @@ def shown(names: Iterable[str]) -> str:
         else:
             letter = DENSE if inside.startswith(_OF_MLP) else MIXER
         kinds.setdefault(int(found[2]), set()).add(letter)
+    # An MLP with shared experts has names of both kinds; it is a layer of experts.
     letters = {at: EXPERTS if kind == {DENSE, EXPERTS} else next(iter(kind)) for at, kind in kinds.items()}
     plain = all(len(kind) == 1 or kind == {DENSE, EXPERTS} for kind in kinds.values()) and MIXER not in letters.values()
     return "".join(letters[at] for at in sorted(letters)) if plain and is_hybrid(names) else ""
 
 
 def advise_on_missing(names: Iterable[str]) -> str:
-    """What to try where tensors of a whole model are missing among these, "" for nothing in particular."""
+    """Return the option to try if the names lack tensors of a model; "" if there is nothing to advise."""
     way = "--hybrid-layer-pattern none takes this HybridModel of Megatron's for the GPTModel that it is"
     return way if shown(names) else ""
 
 
 def changed(args: Mapping[str, Any], letters: str, *, back: bool) -> dict[str, Any]:
-    """The arguments of the other side: of a HybridModel with these letters, or (back) of a
-    GPTModel. Empty where there are none."""
+    """Return the arguments of the other model: a HybridModel with these letters, or (`back`) a GPTModel.
+
+    {} if there are no arguments.
+    """
     if not args:
         return {}
     out = {**args, "num_layers": letters.count(ATTENTION) if back else len(letters)}

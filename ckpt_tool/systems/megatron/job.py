@@ -1,16 +1,16 @@
 """The job behind a Megatron checkpoint: which part of which parameter every rank holds, and what it calls it.
 
 A rank's array is described once, as slots (a box of a logical tensor, and its place in an array of the rank's own
-shape). Model, fp32 master and moments are arrays of that shape, in whatever file they are stored, so that one
-description serves all of them, legacy and torch_dist, reader and writer:
+shape). Model, fp32 master and moments are arrays of that shape, in whatever file they are stored, so one description
+serves all of them, in legacy and torch_dist, for reader and writer:
 
     tensor rank 1 of 2, stage 1 (layers 2, 3):  decoder.layers.0.mlp.linear_fc1.weight (48, 32)
     <-> decoder.layers.2.mlp.linear_fc1.weight (96, 32): rows 24..48 are rows 0..24, rows 72..96 are rows 24..48
 
-`MegatronJob.describe_array` is for readers: from a stored array's name and shape follow the slots. `JobRanks.arrays` is
-for writers: from the logical names and shapes follow all arrays of a rank, in the order in which its modules register
-them, which is that of its optimizer. GroupedMLP's weight1 (h, E*2f) is (E, h, 2f) in memory, weight2 (E*f, h) is
-(E, f, h): each expert's matrix is a transposed view.
+`MegatronJob.describe_array` is for readers: it derives the slots from a stored array's name and shape.
+`JobRanks.arrays` is for writers: it derives all arrays of a rank from the logical names and shapes, in the order in
+which the rank's modules register them, which is also the order of its optimizer. GroupedMLP's weight1 (h, E*2f) is (E,
+h, 2f) in memory, weight2 (E*f, h) is (E, f, h): each expert's matrix is a transposed view.
 
 Sources and rules: `megatron.stored_names`, `megatron.rules`, `megatron.stages`. The order of optimizers:
 `megatron.optimizer`. Cost: some us a parameter.
@@ -51,7 +51,12 @@ from ckpt_tool.systems.megatron.stored_names import EMBEDDING, TIED_HEAD
 
 UNMAPPED = "E2003"
 CONTRADICTION = "E0305"
-_LAST = ("decoder.", "encoder.", "output_layer.", "lm_head.")  # on the head's stage
+_LAST = (
+    "decoder.",
+    "encoder.",
+    "output_layer.",
+    "lm_head.",
+)  # outside layers, names that begin so are on the last stage
 Shape = tuple[int, ...]
 
 
@@ -59,10 +64,10 @@ class MegatronRank(NamedTuple):
     """A model-parallel rank."""
 
     path: str  # its folder, relative to the root
-    tp: int  # of dense tensors
+    tp: int  # tensor rank, for dense tensors
     pp: int
     ep: int
-    etp: int  # of experts
+    etp: int  # tensor rank, for experts
 
 
 class View(NamedTuple):
@@ -74,7 +79,8 @@ class View(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """`box` of logical tensor `name` (of `shape`) is `within` of the rank's array, or of a view of it."""
+    """One part of a logical tensor in a rank's array: box `box` of tensor `name` is stored in box `within` of the
+    array, or of a view of it."""
 
     name: str
     shape: Shape
@@ -83,7 +89,7 @@ class Slot(NamedTuple):
     view: View | None = None
 
     def chunk(self, array: StoredArray) -> Chunk:
-        """The slot of `array`, which is of the rank's own shape."""
+        """Return the slot as a chunk of `array`, which must have the rank's own shape."""
         return Chunk(self.box, array if self.view is None else array.view(*self.view), self.within)
 
 
@@ -99,22 +105,26 @@ class RankArray(NamedTuple):
 
     @property
     def numel(self) -> int:
+        """Elements of the array."""
         return prod(self.shape)
 
     @property
     def expert(self) -> bool:
+        """Whether it belongs to experts that are distributed over ranks (shared experts do not count)."""
         return ".experts." in self.local
 
     def parts(self) -> Iterator[tuple[str, Box, int, Shape | None]]:
-        """(name, box, first element in the row-major array, strides unless it is stored row-major)."""
+        """Yield (name, box, first element in the row-major array, strides) of each slot; strides None: row-major."""
         for slot in self.slots:
             start, _, strides = slot.view or View(0, (), contiguous_strides(self.shape))
             start += sum(o * s for o, s in zip(slot.within.offset, strides, strict=True))
             yield slot.name, slot.box, start, strides if slot.view else None
 
     def places(self, at: int) -> Iterator[LinePlace]:
-        """Where the logical tensors are stored on a flat line on which the array begins at `at`, by (name, is it
-        transposed there?)."""
+        """Yield where each logical tensor is stored in a flat buffer in which the array begins at element `at`.
+
+        The key of a place is (name, whether the tensor is transposed there).
+        """
         for name in self.names:
             slots = [slot for slot in self.slots if slot.name == name]
             view = slots[0].view
@@ -127,7 +137,10 @@ class RankArray(NamedTuple):
 
 
 def carve_out_experts(degrees: Mapping[str, int], notes: list[str]) -> dict[str, int]:
-    """Degrees with data ranks enough for the experts' ranks to be carved out of them; `notes` says where they grew."""
+    """Return the degrees with enough data ranks for the experts' ranks; appends to `notes` if the number grew.
+
+    Expert ranks are no additional ranks: tp * cp * dp of the dense layers must be a multiple of etp * ep.
+    """
     out = dict(degrees)
     others = degrees["tp"] * degrees["cp"]
     grid = degrees["etp"] * degrees["ep"]
@@ -139,7 +152,7 @@ def carve_out_experts(degrees: Mapping[str, int], notes: list[str]) -> dict[str,
 
 
 def check_experts(ep: int, experts: int | None, code: str) -> None:
-    """Raise UsageError `code` where `ep` ranks can't share the experts."""
+    """Raise UsageError `code` if `experts` can't be distributed over `ep` ranks."""
     if ep > 1 and not experts:
         raise UsageError(f"--ep {ep}: the model has no experts", code=code, hint="leave --ep off")
     if experts and experts % ep:
@@ -155,7 +168,7 @@ def _transpose_box(box: Box) -> Box:
 
 
 def transpose_chunk(chunk: Chunk) -> Chunk:
-    """The chunk of a matrix, from that of the transposed one."""
+    """Return the chunk of a matrix from a chunk of its transpose; only strides change, no data is read."""
     start, strides = chunk.region()
     box = _transpose_box(chunk.box)
     return Chunk(box, chunk.array.view(start, box.shape, strides[::-1]), whole(box.shape), chunk.replica)
@@ -167,29 +180,33 @@ class MegatronJob(NamedTuple):
     facts: MegatronFacts
     degrees: Mapping[str, int]
     stages: Stages
-    experts: int  # of a layer
+    experts: int  # in a layer, 0 for none
     gated: bool  # fc1 holds gate and up
     down_shared: bool  # MLA's down projections are cut
     te: bool = False  # norms are fused into Transformer Engine's linears
     container: str = names.SEQUENTIAL  # of experts
     mtp_inner: str = "transformer_layer"  # what an MTP layer calls its inner one
     convolution: str = "_"  # the separator in `conv1d_weight` of Mamba, `_` or `.`
-    rows: int | None = None  # of stored vocabularies, None: as many as they have
-    kept: int | None = None  # those that are the model's, None: all; what follows is padding
-    # of tensors that were found cut; they count before any rule, the r-th of a tensor's is rank r's (gate and up
-    # counted apart)
+    rows: int | None = None  # rows of stored vocabularies, None: as many as they have
+    kept: int | None = None  # rows that are the model's, None: all; the rest is padding
+    # Boxes that a checkpoint shows for a tensor; they take precedence over any rule. The r-th belongs to rank r (gate
+    # and up are counted separately).
     boxes: Mapping[str, Sequence[Box]] = MappingProxyType({})
-    # sections, spanning: of `rules.sections_of`, `rules.norms_span`
-    sections: Mapping[str, tuple[int, ...]] = MappingProxyType({})
-    spanning: bool | None = False
+    sections: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # of `rules.sections_of`
+    spanning: bool | None = False  # of `rules.norms_span`
 
     def of_shapes(self, shapes: Mapping[str, Shape], ranks: int) -> MegatronJob:
-        """The job with what the shapes of one rank of `ranks` (1: of the whole model) show of sections and norms."""
+        """Return the job with the sections and norms that tensor shapes show.
+
+        Args:
+            shapes: by name, of one rank of `ranks`.
+            ranks: how many ranks share a layer; 1 if the shapes are the whole model's.
+        """
         sections = sections_of(shapes, self.facts)
         return self._replace(sections=sections, spanning=norms_span(shapes, self.facts, ranks))
 
     def rule(self, name: str, rank: int) -> MegatronRule:
-        """The rule of a logical tensor of so many dims."""
+        """Return the rule of a logical tensor with `rank` dims."""
         return rule_of(
             name,
             rank,
@@ -200,7 +217,7 @@ class MegatronJob(NamedTuple):
         )
 
     def check(self, shapes: Iterable[tuple[str, Shape]]) -> list[str]:
-        """Notes. Raises UsageError E0273 where tensor ranks can't share a parameter."""
+        """Return notes on the degrees. Raises UsageError E0273 if tensor ranks can't share a parameter."""
         units: dict[str, list[DivisibleUnits]] = {TP: [], ETP: []}
         for name, shape in shapes:
             rule = self.rule(name, len(shape))
@@ -215,12 +232,13 @@ class MegatronJob(NamedTuple):
         return notes
 
     def pieces(self, name: str, shape: Shape, rank: MegatronRank) -> list[RankPiece]:
-        """What a rank keeps of a tensor of `shape` (padding included), in the order of its own rows."""
+        """Return the pieces of a tensor of `shape` (padding included) that a rank has, in the order of the rank's
+        rows."""
         rule = self.rule(name, len(shape))
         rank_number = rank.etp if rule.axis == ETP else rank.tp
         ranks = self.degrees[rule.axis]
 
-        # Boxes that a checkpoint shows count before any rule.
+        # Boxes that a checkpoint shows take precedence over any rule.
         stored_boxes = self.boxes.get(name)
         if stored_boxes is None:
             return pieces(rule, shape, rank_number, ranks)
@@ -233,7 +251,14 @@ class MegatronJob(NamedTuple):
         return rank_pieces
 
     def describe_array(self, local: str, shape: Shape, dtype: DType, rank: MegatronRank, chunk: int) -> RankArray:
-        """What a stored array of a rank holds.
+        """Return the description of a stored array of a rank: its logical tensors and their slots.
+
+        Args:
+            local: the rank's name of the array.
+            shape: of the stored array.
+            dtype: of the stored array.
+            rank: whose array it is.
+            chunk: of the virtual pipeline.
 
         Raises:
             UnmappedTensor: E2003, no rule says how tensor ranks share the name.
@@ -288,7 +313,7 @@ class MegatronJob(NamedTuple):
         array = self.build_array(
             local, chunk, dtype, [(name, global_tensor_shape) for name in members], rank, grouped_weight
         )
-        # Odd halves have another shape than the rule makes: the slots stay, and the catalog names the gap.
+        # If the halves are uneven, the shape differs from the rule's: the slots stay, and the catalog reports the gap.
         return array if array.shape == shape else array._replace(shape=shape)
 
     def build_array(
@@ -300,7 +325,7 @@ class MegatronJob(NamedTuple):
         rank: MegatronRank,
         which: int = 0,
     ) -> RankArray:
-        """The rank's array that holds its part of `members`.
+        """Return the rank's array that holds its part of `members`.
 
         Args:
             local: the rank's name of the array.
@@ -334,7 +359,11 @@ class MegatronJob(NamedTuple):
         return RankArray(local, chunk, local_shape, dtype, tuple([name for name, _ in members]), tuple(slots))
 
     def homes(self, name: str) -> Iterator[tuple[Stage, str]]:
-        """The chunks that keep a copy of a logical tensor, and under which logical name (a tied head's is its own)."""
+        """Yield each chunk that has a copy of a logical tensor, with the copy's logical name.
+
+        The copies of a tied embedding: the first chunk, the chunk with the MTP layers, and the last chunk, where the
+        copy is named as an output layer.
+        """
         chunks = self.stages.chunks
         first = next((chunk for chunk in chunks if chunk.embedding), chunks[0])
         head = next((chunk for chunk in chunks if chunk.head), chunks[-1])
@@ -355,7 +384,11 @@ class MegatronJob(NamedTuple):
 
 
 class JobRanks:
-    """What every rank of a job keeps of `tensors`: shape and dtype by logical name."""
+    """The arrays of every rank of a job.
+
+    tensors: shape and dtype by logical name. The names are sorted by chunk and expert rank once, so that a rank's
+    arrays cost no search through the whole model.
+    """
 
     def __init__(self, job: MegatronJob, tensors: Mapping[str, tuple[Shape, DType]]) -> None:
         self.job = job
@@ -373,7 +406,7 @@ class JobRanks:
                     members.append((expert._replace(expert=local_expert), name))
 
     def arrays(self, rank: MegatronRank) -> list[RankArray]:
-        """The arrays of a rank, chunk by chunk, in the order in which the model registers them."""
+        """Return the arrays of a rank, chunk by chunk, in the order in which the model registers them."""
         out = []
         for chunk in range(self.job.stages.vpp):
             chunk_arrays = list(self._chunk_arrays(rank, self.job.stages.of(rank.pp, chunk)))
@@ -403,7 +436,7 @@ class JobRanks:
             yield job.build_array(self._local_name(spelled, stage), stage.vpp, dtype, members, rank, int(spelled[-1]))
 
     def _padded_shape(self, name: str) -> tuple[str, Shape]:
-        """The name, and the shape that ranks share: with the padding of a vocabulary."""
+        """Return the name, and the shape that is split between ranks: with the padding of a vocabulary."""
         shape = self.tensors[name][0]
         rows = self.job.rows
         if rows is not None and is_vocabulary(name) and shape:
@@ -411,7 +444,7 @@ class JobRanks:
         return name, shape
 
     def _local_name(self, name: str, stage: Stage) -> str:
-        """The rank's own name of a logical one."""
+        """Return the rank's own name of a logical tensor."""
         if self.job.te:
             name = names.fused_norm(name, self.tensors)
         name = names.mtp_inner(name.removesuffix(names.BY_HEAD), self.job.mtp_inner)

@@ -1,12 +1,13 @@
-"""Main weights: Megatron-FSDP's model is the optimizer's fp32 copy, other formats have it rounded and whole.
+"""Main weights: Megatron-FSDP stores the optimizer's fp32 copy as the model; other formats store the rounded model and
+the fp32 copy.
 
-The one idea: a job that computes in bf16 keeps what it steps in fp32 and rounds it, so one of the two says both:
+The one idea: a job that computes in bf16 updates fp32 weights and rounds them, so the fp32 copy determines both:
 
     megatron-fsdp               model F32
     megatron, megatron-dist     model BF16, master F32      the model is the master, rounded
 
-Either way is exact and reported. What tells main weights from a model that was trained in fp32: `args.bf16` (or fp16),
-fp32 weights of all matrices, states of an optimizer and no master beside them.
+Both directions are exact and reported. Main weights differ from a model that was trained in fp32 by all of: `args.bf16`
+(or fp16), fp32 weights of all matrices, states of an optimizer, and no separate master.
 
 Sources (NVIDIA/Megatron-LM core 0.19.0): `core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py`
 (`main_weight_buffer`, `copy_main_weights_to_model_weights`), `core/optimizer/optimizer.py`
@@ -30,7 +31,7 @@ _NO_OPTIMIZER = (MODEL, EMA, EXTRAS)
 
 
 def half_of(extras: Mapping[str, Any], tensors: Iterable[LogicalTensor]) -> str | None:
-    """`bf16` or `fp16` where the model's tensors are the main weights of a job that computes in it, else None."""
+    """Return `bf16` or `fp16` if the model's tensors are the main weights of a job that computes in it, else None."""
     args = arguments(extras)
     half = next((name for name in _HALVES if args.get(name) is True), None)
     every = list(tensors)
@@ -42,7 +43,10 @@ def half_of(extras: Mapping[str, Any], tensors: Iterable[LogicalTensor]) -> str 
 
 
 def with_masters(tensors: Sequence[LogicalTensor], extras: Mapping[str, Any]) -> Fitted:
-    """The tensors with main weights as the master, and the model as they round."""
+    """Return the tensors with the main weights as the master, and the model rounded from them.
+
+    Each changed tensor refers to its source by number, so the same bytes are read for the master and for the model.
+    """
     half = half_of(extras, tensors)
     if half is None:
         return Fitted(tuple(enumerate(tensors)))
@@ -64,7 +68,7 @@ def with_masters(tensors: Sequence[LogicalTensor], extras: Mapping[str, Any]) ->
 
 
 def as_the_model(tensors: Sequence[LogicalTensor]) -> Fitted:
-    """The tensors with masters in place of the model's weights that they round to; other 16-bit weights widened."""
+    """Return the tensors with each master in place of the model's weight, and other 16-bit weights widened to fp32."""
     masters = {t.key.name: number for number, t in enumerate(tensors) if t.key.state == MASTER}
     have = {t.key.name for t in tensors if t.key.state == MODEL}
     rows = list[tuple[int, LogicalTensor]]()

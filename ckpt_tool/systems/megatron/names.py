@@ -1,17 +1,17 @@
-"""Megatron: the rules that decoders share in the dialect `megatron`, as texts that the families' tables are put
-together of.
+"""Megatron: the mapping rules that decoders share in the dialect `megatron`, as texts from which the families' tables
+are built.
 
-The dialect is what our Megatron formats give and take, whatever a job stored: layers and experts under global numbers,
-experts one by one, norms under the local spec's names, gated fc1 as [gate; up], vocabularies without padding.
-Transformer Engine's fused norms, stacked and grouped experts and pipeline stages are the formats'
+The dialect is what our Megatron formats read and write, however a job stored it: layers and experts under global
+numbers, experts one by one, norms under the local spec's names, gated fc1 as [gate; up], vocabularies without padding.
+Transformer Engine's fused norms, stacked and grouped experts and pipeline stages are handled by the formats
 (`systems/megatron/stored_names.py`).
 
     dialects={"megatron": megatron.DENSE}                                # MODEL + NORMS + ATTENTION + MLP: Llama, Qwen2
     dialects={"megatron": Variant(of=megatron.LATENT, ahead=True)}       # DeepSeek: `ahead` adds the layers of MTP
 
-Axes, by the names that the families give them: v vocabulary, h hidden, f feed-forward, g query groups, r heads a group,
-d head, e experts, m of an expert, s of shared experts; MLA: a query, q and l latent, b latent and rotary, c keys and
-values, u heads times values.
+Axes, by the names that the families give them: v vocabulary, h hidden, f feed-forward, g query groups, r heads per
+group, d head, e experts, m feed-forward of an expert, s feed-forward of shared experts; MLA: a query, q and l latent, b
+latent and rotary, c keys and values, u heads times values.
 
 Rotary layouts. No family permutes rows: Megatron turns halves as Hugging Face does (Llama, Qwen, Mixtral, GLM-4.5);
 with `rotary_interleaved` it turns pairs, as Hugging Face's ERNIE 4.5 and GLM-4 do; in latent attention it pulls the
@@ -33,8 +33,9 @@ from ckpt_tool.families import hub_names as hub
 
 
 def inside(text: str, root: str = "model.language_model.", head: str = "lm_head", here: str = "language_model.") -> str:
-    """The rules of a language model that is a part of another: Megatron-Bridge keeps it under `here`, the hub under
-    `root`, with its `head` (`hub.inside`).
+    """Return the rules of a language model that is a part of a larger model.
+
+    Megatron-Bridge puts it under `here`, the hub under `root`, with its `head` (`hub.inside`).
 
     >>> inside("decoder.final_layernorm.weight : h = model.norm.weight : h")
     'language_model.decoder.final_layernorm.weight : h = model.language_model.norm.weight : h'
@@ -44,7 +45,7 @@ def inside(text: str, root: str = "model.language_model.", head: str = "lm_head"
 
 
 def ahead(text: str) -> str:
-    """The rules of a decoder's layers as those of Qwen's layer of multi-token prediction (`hub.ahead`).
+    """Return the rules of a decoder's layers as those of Qwen's layer of multi-token prediction (`hub.ahead`).
 
     >>> ahead("decoder.layers.{i}.input_layernorm.weight : h = model.layers.{i}.input_layernorm.weight : h")
     'mtp.layers.{t}.transformer_layer.input_layernorm.weight : h = mtp.layers.{t}.input_layernorm.weight : h'
@@ -101,7 +102,7 @@ GATED_ATTENTION = """
     decoder.layers.{i}.self_attention.linear_proj.<weight|bias> : h (g r d), h
         = model.layers.{i}.self_attn.o_proj.<weight|bias> : h (g r d), h
 """
-# Gated delta net: all heads of a section end to end; the last norm is zero-centred here alone. Projections of Qwen3.5
+# Gated delta net: all heads of a section end to end. Of its tensors only the last norm is zero-centred, hence add(-1).
 DELTA_NET_HEADS = """
     decoder.layers.{i}.self_attention.<A_log|dt_bias> : (n p) = model.layers.{i}.linear_attn.<A_log|dt_bias> : (n p)
     decoder.layers.{i}.self_attention.out_proj.weight : h (n p u) = model.layers.{i}.linear_attn.out_proj.weight : h (n p u)
@@ -119,8 +120,8 @@ DELTA_NET_APART = """
         = model.layers.{i}.linear_attn.in_proj_<qkv|z|b|a>.weight : (n k + n k + n p u) h, (n p u) h, (n p) h, (n p) h
 """
 # The same in mcore-bridge (ms-swift) 1.6.5, `bridge/gpt_bridge.py` (`_set_qkv`, `_set_linear_attn_state`): query and gate
-# head by head, a delta net key head by key head, its norm as the hub has it. A torch_dist keeps such a projection whole,
-# where core's has a key for each section: our format marks the name. Bare state dicts don't tell
+# head by head, a delta net key head by key head, its norm as on the hub. A torch_dist has one key for such a projection,
+# but one for each section of core's; our format marks the name. Bare state dicts don't show the difference.
 SWIFT = """
     decoder.layers.{i}.self_attention.linear_qkv.weight : (g (r (1 + 1) + 1 + 1) d) h
         = model.layers.{i}.self_attn.<q|k|v>_proj.weight : (g r (1 + 1) d) h, (g d) h, (g d) h
@@ -143,7 +144,7 @@ SWIFT_DECOUPLED = """
     decoder.layers.{i}.self_attention.in_proj_ba.weight : (n (p + p)) h
         = model.layers.{i}.linear_attn.in_proj_<b|a>.weight : (n p) h, (n p) h
 """
-# GLM-4's norms after a module, there a part of it
+# GLM-4's norms after a module; mcore-bridge stores them inside that module.
 SWIFT_GLM4_NORMS = """
     decoder.layers.{i}.self_attention.post_self_attn_layernorm.weight : h
         = model.layers.{i}.post_self_attn_layernorm.weight : h
@@ -214,9 +215,8 @@ SHARED_EXPERTS_BIASES = """
         = model.layers.{i}.mlp.shared_experts.<gate|up>_proj.bias : s
     decoder.layers.{i}.mlp.shared_experts.linear_fc2.bias : h = model.layers.{i}.mlp.shared_experts.down_proj.bias : h
 """
-# What MTP layers have beside a decoder layer's; `Variant(ahead=True)` brings the names to `mtp.layers`. Megatron has
-# one
-# embedding and one output layer for all: the hub's copies of them stay behind.
+# What MTP layers have in addition to a decoder layer's tensors; `Variant(ahead=True)` renames layers to `mtp.layers`.
+# Megatron has one embedding and one output layer for all layers, so the hub's copies are dropped (`_`).
 AHEAD = """
     mtp.layers.{i}.<enorm|hnorm>.weight : h = model.layers.{i}.<enorm|hnorm>.weight : h
     mtp.layers.{i}.eh_proj.weight : h w = model.layers.{i}.eh_proj.weight : h w
@@ -230,7 +230,7 @@ QWEN_AHEAD = """
     mtp.layers.{t}.<enorm|hnorm|final_layernorm>.weight : h
         = mtp.<pre_fc_norm_embedding|pre_fc_norm_hidden|norm>.weight : (t h)
 """
-# Gemma 2 and 3 in the layer of Megatron-Bridge: a norm before and one after each of the two modules
+# Gemma 2 and 3 in Megatron-Bridge's layer: a norm before and a norm after each of the two modules.
 SANDWICH = """
     decoder.layers.{i}.input_layernorm.weight : h = model.layers.{i}.input_layernorm.weight : h
     decoder.layers.{i}.self_attention.linear_proj.post_layernorm.weight : h
@@ -273,8 +273,8 @@ _GEMMA4 = (
         = model.layers.{i}.<per_layer_input_gate|per_layer_projection|post_per_layer_input_norm>.weight : p h, h p, h
 """
 )
-# In Megatron-Bridge's two layers, the dense one and the one with experts. Keys that are values too stand twice; a layer that
-# takes those of another has zeros there
+# In Megatron-Bridge's two kinds of layers, dense and with experts. Keys that are also values are stored twice (`q|k|k`);
+# a layer that uses the keys and values of another has zeros there (`_`).
 GEMMA4 = (
     _GEMMA4
     + """
@@ -322,7 +322,8 @@ GEMMA4 = (
     decoder.layers.{i}.mlp.experts.local_experts.{e}.linear_fc2.weight : h m = model.layers.{i}.experts.down_proj : e h m
 """
 )
-# In mcore-bridge 1.6.5, mm_gpts/gemma4.py: what is not in the hub's layer is not there either, experts stand beside the MLP
+# In mcore-bridge 1.6.5, mm_gpts/gemma4.py: a tensor that the hub's layer lacks is absent, and experts are a module of
+# their own next to the MLP (`experts_mlp`).
 SWIFT_GEMMA4 = (
     _GEMMA4
     + """
@@ -388,7 +389,10 @@ mlp.shared_experts.linear_fc2.weight : h s = mlp.shared_experts.down_proj.weight
 
 
 def _sublayer(rules: str, here: str, condition: str) -> str:
-    """The rules of a layer's half, a line each, as those of a layer of Megatron's."""
+    """Return the rules of half a hub layer, one on each line, as those of the Megatron layer `here`.
+
+    `condition` is added to each rule's own conditions.
+    """
     sides = (line.split(" = ") for line in rules.strip().splitlines())
     whole = (f"{here}{left} = model.layers.{{i}}.{right}" for left, right in sides)
     return "".join(f"    {line}{' and' if ' if ' in line else ' if'} {condition}\n" for line in whole)
