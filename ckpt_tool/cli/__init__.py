@@ -1,8 +1,9 @@
-"""The entry point: parse -> command -> report -> exit code. The only place that catches what nobody expected.
+"""The entry point: parse the command line, run the command, print its report, return the exit code.
 
-`run` never raises and never shows a traceback unasked (-vv). Results go to stdout, all else to stderr; under --json
-each of them is one JSON document. Signals become exceptions in the main thread, once: a second one ends at once, and
-what a killed run leaves behind is what the same command resumes from.
+This is the only place that catches unexpected exceptions. `run` never raises, and shows a traceback only with -vv.
+Results go to stdout, everything else to stderr; with --json each of the two is one JSON document. The first signal
+becomes an exception in the main thread, a second one ends the process immediately. What a killed run leaves behind is
+what the same command resumes from.
 """
 
 from __future__ import annotations
@@ -27,16 +28,19 @@ if TYPE_CHECKING:
     from ckpt_tool.cli.verbs import VerbJob
     from ckpt_tool.options.reading import Show
 
-PIPE_CLOSED = 141  # what a shell reports for a process that SIGPIPE ended
+PIPE_CLOSED = 141  # 128 + SIGPIPE: the exit code that a shell reports for a process killed by this signal
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP, raised where a Ctrl-C would be."""
+    """SIGTERM or SIGHUP as an exception, raised where Ctrl-C would raise KeyboardInterrupt."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line and return its exit code. Leaves the process as it found it, but for its streams' handling
-    of characters that they lack."""
+    """Run one command line and return its exit code.
+
+    The signal handlers of the process are restored afterwards. The error handling of stdout and stderr is not: both
+    keep writing characters that their encoding lacks as backslash escapes.
+    """
     _prepare_streams()
     before = _catch_signals()
     try:
@@ -47,7 +51,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _run_line(given: Sequence[str]) -> int:
-    # From here on no URL has its secrets: what opens a store asks for them again (`core.urls`).
+    # From here on arguments are free of the secrets in URLs, so that no report or error can print them. The code that
+    # opens a store asks for the secrets again (`core.urls`).
     arguments = list(given)
     if any(":" in argument or "%" in argument for argument in given):
         from ckpt_tool.core.urls import hide_in_argument
@@ -98,13 +103,15 @@ def _run(job: VerbJob, arguments: Sequence[str]) -> int:
         progress = progress_of(
             mode, sys.stderr, color=show.color, json_result=show.json, everything=show.verbose > 0, announce=announce
         )
-    if show.report:  # of `apply` and of a merge's config only the plan says what is read
+    # The check above knows the paths on the command line. The sources of `apply` and of a merge config are known only
+    # once there is a plan, so the check is repeated then.
+    if show.report:
         progress = Checking(progress, partial(_check_report, show.report, job))
     try:
         with listening(progress), collect_report_data(bool(show.report)) as seen:
             document = job.run(progress)
     finally:
-        progress.finish()  # whatever happens, the bar goes before anything else is printed
+        progress.finish()  # also after an error: the bar must be erased before anything else is printed
     sound = job.sound(document)
     if show.json:
         _result(as_json(document))
@@ -126,14 +133,17 @@ def _run(job: VerbJob, arguments: Sequence[str]) -> int:
 
 
 class _Shown:
-    """The plan of a run, which is the first part of its result: shown on stdout before the first byte moves. done: it
-    was."""
+    """Prints the plan of a run on stdout before the first byte is written, as the first part of the result.
+
+    `done` is True once it was printed; the final report then omits the plan.
+    """
 
     def __init__(self, show: Show) -> None:
         self._show = show
         self.done = False
 
     def plan(self, document: Mapping[str, Any]) -> None:
+        """Print the plan in `document`."""
         from ckpt_tool.report.plain import look_of, render
         from ckpt_tool.report.writing import before
 
@@ -141,16 +151,16 @@ class _Shown:
         text = render(before(document, everything=self._show.verbose > 0), look_of(sys.stdout, self._show.color))
         try:
             _result([f"{text}\n"])
-        except (OSError, StorageError):  # a reader that has gone, a full disk: the end of the run says so
+        except (OSError, StorageError):  # a closed pipe or a full disk: reported when the final result is printed
             return
 
 
 def _nothing(document: Mapping[str, Any]) -> None:
-    """A plan that is the result itself (`--dry-run`, `--plan`) is shown as that."""
+    """Print no plan in advance: with `--dry-run` and `--plan` the plan is the result and is printed at the end."""
 
 
 def _as_text(job: VerbJob, document: dict[str, Any], show: Show, *, shown: bool) -> str:
-    """The result for people. shown: the plan of this run has been shown."""
+    """The result as text for people. shown: the plan of this run was already printed, so it is omitted here."""
     from ckpt_tool.report.plain import look_of, render
 
     if shown:
@@ -163,8 +173,10 @@ def _as_text(job: VerbJob, document: dict[str, Any], show: Show, *, shown: bool)
 
 
 def as_json(document: Mapping[str, Any]) -> Iterator[str]:
-    """One line of JSON, in pieces: a listing's are made when asked for. Exact text, ASCII only; a NaN or an infinity,
-    which JSON lacks, becomes its name."""
+    """The document as one line of JSON, in pieces: those of a `Listing` are generated lazily.
+
+    The text is ASCII only. A NaN or an infinity, which JSON lacks, is written as a string: "nan", "inf", "-inf".
+    """
     from ckpt_tool.core.listing import Listing
 
     values = [(_dumps(key), value if isinstance(value, Listing) else _dumps(value)) for key, value in document.items()]
@@ -196,7 +208,7 @@ def _finite(value: Any) -> Any:
 
 
 def _check_report(path: str, job: VerbJob, document: Mapping[str, Any]) -> None:
-    """Refuse a report in a source or an output: those of the command line, and those that the document names."""
+    """Raise if the report would be inside a source or an output of the command line or of the plan `document`."""
     from ckpt_tool.storage.output.destination import check_beside
 
     source = document.get("source") or {}
@@ -206,7 +218,7 @@ def _check_report(path: str, job: VerbJob, document: Mapping[str, Any]) -> None:
 
 
 def _save_report(job: VerbJob, arguments: Sequence[str], document: dict[str, Any], seen: ReportData, path: str) -> None:
-    """Save the page. At its top: the command, without secrets of URLs, the time, and the version."""
+    """Save the HTML report. Its head shows the command (without the secrets of URLs), the time and the version."""
     import shlex
     import time
 
@@ -228,7 +240,8 @@ def _save_report(job: VerbJob, arguments: Sequence[str], document: dict[str, Any
 
 
 def _result(pieces: Iterable[str]) -> None:
-    """The result on stdout, all of it or an error: a full disk behind `> file` is no success."""
+    """Write the result to stdout. Raises StorageError if it can't be written completely, as behind `> file` on a full
+    disk: the exit code must not claim success then."""
     if sys.stdout is None:
         return
     try:
@@ -240,8 +253,11 @@ def _result(pieces: Iterable[str]) -> None:
 
 
 def _write_whole(stream: TextIO, pieces: Iterable[str]) -> None:
-    """Every byte, also where a write takes only a part: an unbuffered stdout (PYTHONUNBUFFERED) would drop the rest
-    in silence, and a non-blocking one (as some parents leave it) would raise in the middle."""
+    """Write every byte, also where the operating system accepts only a part of it.
+
+    With PYTHONUNBUFFERED a partial write silently drops the rest, and a non-blocking stdout (as some parent processes
+    leave it) raises BlockingIOError in the middle.
+    """
     binary = getattr(stream, "buffer", None)
     if binary is None:
         stream.writelines(pieces)
@@ -257,12 +273,12 @@ def _write_whole(stream: TextIO, pieces: Iterable[str]) -> None:
                 taken = e.characters_written
             data = data[taken or 0 :]
             if not taken:
-                select.select([], [binary], [])
+                select.select([], [binary], [])  # waits until the pipe or terminal accepts more
     binary.flush()
 
 
 def _say(stream: Any, text: str) -> None:
-    """A message; a stream that is gone takes it too."""
+    """Write a message; a closed or missing stream is ignored, since there is no other place to report it."""
     try:
         if stream is not None:
             stream.write(text)
@@ -272,7 +288,10 @@ def _say(stream: Any, text: str) -> None:
 
 
 def _prepare_streams() -> None:
-    """Names in other scripts must not crash a terminal of another encoding: what it lacks is spelled out."""
+    """Make stdout and stderr write characters that their encoding lacks as backslash escapes.
+
+    Otherwise a tensor name or path in another script would raise UnicodeEncodeError on an ASCII terminal.
+    """
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
@@ -280,13 +299,17 @@ def _prepare_streams() -> None:
 
 
 def _catch_signals() -> dict[int, Any]:
-    """SIGINT, SIGTERM and SIGHUP raise in the main thread; the second of any ends at once. An ignored one (nohup)
-    stays ignored. Returns the handlers as they were."""
+    """Install handlers for SIGINT, SIGTERM and SIGHUP; returns the previous handlers by signal number.
+
+    The first signal raises in the main thread, so that the command ends through its normal clean-up; a second one ends
+    the process immediately. An ignored signal (SIGHUP under nohup) stays ignored.
+    """
     if threading.current_thread() is not threading.main_thread():
         return {}
     caught: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
+        """Raise the exception of the signal; for the second signal, exit with 128 + its number (SIGHUP: 143)."""
         if caught:
             os._exit(130 if number == signal.SIGINT else 143)
         caught.append(number)
@@ -310,7 +333,7 @@ def _interrupted(stop: KeyboardInterrupt, job: VerbJob | None, arguments: Sequen
 
 
 def _is_folder_gone() -> bool:
-    """Was the folder removed in which this process was started?"""
+    """Was the current working directory deleted after this process was started?"""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -319,7 +342,7 @@ def _is_folder_gone() -> bool:
 
 
 def _as_ours(fault: Exception) -> CkptError:
-    """Any exception as one of ours; what nobody foresaw is a bug of ours (exit 70)."""
+    """Any exception as a CkptError. Unexpected ones become InternalError E7000 (exit code 70), a bug to report."""
     if isinstance(fault, CkptError):
         return fault
     if isinstance(fault, MemoryError):
@@ -332,7 +355,7 @@ def _as_ours(fault: Exception) -> CkptError:
                 path=os.environ.get("PWD"),
                 hint="cd to a folder that exists, or pass absolute paths",
             )
-        named = fault.filename if isinstance(fault.filename, str | bytes) else ""  # else a descriptor
+        named = fault.filename if isinstance(fault.filename, str | bytes) else ""  # it may be a descriptor, an int
         return wrap_os_error(fault, os.fsdecode(named), "the operation")
     place = _last_frame(fault)
     return InternalError(
@@ -344,7 +367,7 @@ def _as_ours(fault: Exception) -> CkptError:
 
 
 def _last_frame(fault: BaseException) -> str:
-    """`ckpt_tool/plan/plan.py, line 12`: the innermost frame of our own."""
+    """The innermost frame of the traceback that is in this package, as `ckpt_tool/plan/plan.py, line 12`."""
     place = ""
     trace = fault.__traceback__
     while trace is not None:
@@ -356,7 +379,10 @@ def _last_frame(fault: BaseException) -> str:
 
 
 def _tell(error: CkptError, arguments: Sequence[str], job: VerbJob | None, *, trace: BaseException) -> None:
-    """The error on stderr, as text or as JSON. One about the input that knows no place is of the only source."""
+    """Write the error to stderr, as text or as JSON.
+
+    An InputError without a path gets the path of the source, if the command has exactly one.
+    """
     from ckpt_tool.report.errors import as_json as error_json
     from ckpt_tool.report.errors import as_text
     from ckpt_tool.report.plain import look_of
@@ -374,7 +400,7 @@ def _tell(error: CkptError, arguments: Sequence[str], job: VerbJob | None, *, tr
         as_document = job.show.json
         verbose = job.show.verbose
         color = job.show.color
-    else:  # the line could not be parsed: take what was plainly asked for
+    else:  # the command line could not be parsed, so look for the literal spellings of these options
         as_document = "--json" in typed
         verbose = 2 if "-vv" in typed else typed.count("-v") + typed.count("--verbose")
         color = next((c for c in ("always", "never") if f"--color={c}" in typed), "auto")

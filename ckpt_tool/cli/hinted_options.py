@@ -1,12 +1,12 @@
-"""The options that a hint names, for the verb that runs.
+"""Names the verb next to each option in a hint that the running verb does not have.
 
-A hint is written where the fault is seen, and a reader may be used by several verbs: `--dequantize` helps `convert` and
-means nothing to `diff`. What the running verb does not have is shown with a verb that has it:
+A hint is written where the error is detected, often in a reader that several verbs use: `--dequantize` is an option of
+`convert` but not of `diff`. An option that the running verb lacks is therefore shown with a verb that has it:
 
     ckpt diff:  make floats of it with --dequantize  ->  make floats of it with --dequantize (of ckpt convert)
 
-Options behind the name of a verb (`ckpt convert SRC OUT --dequantize`) belong to that one and stay as they are, and so
-do those of other programs.
+Options of a command that the hint spells out (`ckpt convert SRC OUT --dequantize`) stay as they are, and so do options
+of other programs.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _VALUE = re.compile(
     r"[ =](?:[A-Z][A-Z0-9_]*(?:=[A-Z]+)?|'[^']*'|\S+=\S+|model|master|optimizer|ema|extras)(?=[\s,;.)]|$)"
 )
 _CLAUSE_ENDS = re.compile(r"[;:]\s|\.\s|,\s(?:or|and)\s|\n")
-PREFERRED = ("convert", "reshard", "merge", "inspect", "verify", "diff")  # which verb is named of those that have it
+PREFERRED = ("convert", "reshard", "merge", "inspect", "verify", "diff")  # the first of these that has the option
 
 
 def name_verbs(hint: str, verb: str, options: Mapping[str, Set[str]]) -> str:
-    """`hint` with a verb behind each option that the running `verb` lacks. options: those of each verb."""
+    """The hint with ` (of ckpt VERB)` after each option that the running `verb` lacks. options: those of each verb."""
     parts = []
     start = 0
-    named = set[str]()  # a hint that repeats an option says once whose it is
+    named = set[str]()  # an option that appears several times gets its verb only once
     for match in _OPTION.finditer(hint):
         option = match[0]
         owner = _find_owner(option, options)
@@ -41,20 +41,20 @@ def name_verbs(hint: str, verb: str, options: Mapping[str, Set[str]]) -> str:
 
 
 def _find_owner(option: str, options: Mapping[str, Set[str]]) -> str | None:
-    """A verb that has the option, None for one of another program."""
+    """A verb that has the option, None if no verb has it: then it is an option of another program."""
     owners = [verb for verb, names in options.items() if option in names]
     return next((verb for verb in PREFERRED if verb in owners), owners[0] if owners else None)
 
 
 def _belongs_to_a_verb(hint: str, at: int, option: str, options: Mapping[str, Set[str]]) -> bool:
-    """Is the option part of a command that the hint spells out: does a verb that has it stand before it in the same
-    clause?"""
+    """Is the option part of a command that the hint spells out? True if a verb that has it is named earlier in the
+    same clause."""
     start = max((end.end() for end in _CLAUSE_ENDS.finditer(hint, 0, at)), default=0)
     return any(option in options.get(verb, frozenset()) for verb in _VERB.findall(hint[start:at]))
 
 
 def _end_of_value(hint: str, end: int) -> int:
-    """Where an option with its value (`--rename OLD=NEW`, `--state model`) ends: a word in capitals, in
-    quotes or with `=`, or a state."""
+    """The end of an option with its value (`--rename OLD=NEW`, `--state model`). A word counts as the value if it is in
+    capitals, in quotes, has an `=`, or is a state."""
     value = _VALUE.match(hint, end)
     return value.end() if value else end

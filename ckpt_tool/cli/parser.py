@@ -1,8 +1,9 @@
-"""From a command line to a Job: typer's objects made from the verbs' statements, and its faults in our words.
+"""From a command line to a VerbJob by typer, for everything that `cli.plain` leaves to a full parser.
 
-Only the verb that was typed is built, and values stay text (typer would load pydantic, 70 ms and 15 MB, to tell that
-a text is a text). Help is plain text in sections, so rich is not loaded for it either. What typer finds wrong becomes
-a UsageError with near misses, in the same three lines as every other error.
+typer's commands are generated from the declarations in `cli.verbs`. Only the verb that was typed is built, and values
+stay text: typer would load pydantic (70 ms, 15 MB) to find out that a str is a str. Help is plain text in sections, so
+rich is not loaded for it either. Errors of typer become a UsageError with near misses, in the same three lines as every
+other error.
 """
 
 from __future__ import annotations
@@ -25,25 +26,27 @@ Nothing in a checkpoint is ever run."""
 _CLOSING = """ckpt VERB -h shows a verb's everyday options, ckpt VERB --help all of them.
 Exit codes: 0 done, 1 findings, 2 usage, 3 malformed input, 4 refused for safety,
 5 output exists, 6 source changed, 7 I/O, 70 our bug, 130/143 interrupted."""
-# Options that -h shows of any verb that has them, next to the verb's own (`Verb.everyday`: those of one verb)
+# Options that -h shows for every verb that has them, in addition to the verb's own (`Verb.everyday` adds more for one)
 EVERYDAY = frozenset(("tp", "pp", "ep", "dp", "dtype", "drop", "remove_keys", "rename", "config", "dry_run", "json"))
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 _HELP_ABOUT = "Show the everyday options (-h) or all options (--help) and exit."
-# Stands for a hyphen while help is wrapped: click would break `--dry-run` behind any of its own
+# Replaces hyphens while help is wrapped, since click breaks lines after a hyphen, also inside `--dry-run`
 _HYPHEN = "\N{NON-BREAKING HYPHEN}"
 
 
 class _AsText:
-    """Stands in for typer's run-time coercion: every value of ours is text, a list of texts, a flag or a count."""
+    """Replaces typer's run-time coercion: every value here is text, a list of texts, a flag or a count already."""
 
     def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
+        """`value` unchanged; an empty tuple for a repeatable option or argument that was not given."""
         return () if value is None and (param.multiple or param.nargs == -1) else value
 
 
 class VerbCommand(TyperCommand):
-    """A verb whose help comes in sections and whose values stay text."""
+    """A verb whose help is in sections and whose values stay text."""
 
     def get_params(self, ctx: Any) -> Any:
+        """The parameters without coercion, --help with a text that explains the difference between -h and --help."""
         params = _as_text(super().get_params(ctx))
         for param in params:
             if "--help" in param.opts:
@@ -51,14 +54,17 @@ class VerbCommand(TyperCommand):
         return params
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """The words after `ckpt VERB` in the usage line: [OPTIONS] and the arguments as they are declared."""
         return ["[OPTIONS]", *(str(param.metavar) for param in self.params if param.param_type_name == "argument")]
 
-    is_short = False  # was -h typed, for the everyday options alone?
+    is_short = False  # True if -h was typed: help then shows only the everyday options
 
     def get_help(self, ctx: Any) -> str:
+        """The help text, with plain hyphens again (see `_HYPHEN`)."""
         return str(super().get_help(ctx)).replace(_HYPHEN, "-")
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments, then the options under the headings of their sections."""
         sections: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
             is_argument = param.param_type_name == "argument"
@@ -73,6 +79,7 @@ class VerbCommand(TyperCommand):
                     formatter.write_dl(sections[title], col_max=26)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write the examples unwrapped, so that they can be copied, and in short help the way to the full help."""
         with formatter.section("Examples"):
             for example in VERBS[str(self.name)].examples:
                 formatter.write(f"{'':>{formatter.current_indent}}{example}\n")
@@ -82,7 +89,7 @@ class VerbCommand(TyperCommand):
 
 
 def _as_text(params: list[Any]) -> list[Any]:
-    """The parameters, whose values are left as text."""
+    """The parameters, changed in place so that typer leaves their values as text."""
     for param in params:
         if getattr(param, "_runtime_param", ...) is None:  # typer >= 0.29; elsewhere there is nothing to spare
             param._runtime_param = _AsText()
@@ -90,7 +97,7 @@ def _as_text(params: list[Any]) -> list[Any]:
 
 
 def _names(param: Any) -> str:
-    """`-q, --quiet`, `--tp N`, `SRC`."""
+    """The left column of a parameter in the help: `-q, --quiet`, `--tp N`, `SRC`."""
     if param.param_type_name == "argument":
         return str(param.metavar)
     names = ", ".join(sorted(param.opts, key=len))
@@ -103,41 +110,47 @@ def _heading(param: Any) -> str:
 
 
 def _is_everyday(param: Any, of_verb: Sequence[str]) -> bool:
-    """Is it one of the verb's own options, or one that is asked for every day, of any verb or of this one?"""
+    """Does short help (-h) show it: a verb's own option, one of EVERYDAY, or one in `of_verb`?"""
     is_asked_for = param.name in EVERYDAY or param.name in of_verb or "--help" in param.opts
     return is_asked_for or _heading(param) == OPTIONS.title
 
 
 class VerbGroup(TyperGroup):
-    """The root: knows the verbs by name and builds one only when it is asked for."""
+    """The root command `ckpt`: knows the verbs by name and builds the typer command of one only on demand."""
 
     is_short = False
 
     def get_params(self, ctx: Any) -> Any:
+        """The options of `ckpt` itself, without coercion."""
         return _as_text(super().get_params(ctx))
 
     def list_commands(self, ctx: Any) -> list[str]:
+        """The names of the verbs, in the order of the help."""
         return list(VERBS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The typer command of one verb, None if there is no such verb."""
         return build(cmd_name, is_short=self.is_short) if cmd_name in VERBS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """As click does, but with our error for an unknown verb."""
         if args[0] not in VERBS:
             raise unknown_verb(args[0])
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the list of verbs from their summaries: click would build every command for it."""
         with formatter.section("Verbs"):
             formatter.write_dl([(verb.name, verb.summary) for verb in VERBS.values()])
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write the closing lines: where more help is, and the exit codes."""
         formatter.write_paragraph()
         formatter.write_text(_CLOSING)
 
 
 def build(name: str, *, is_short: bool = False) -> Any:
-    """The typer command of one verb. is_short: its help lists the everyday options alone."""
+    """The typer command of one verb. is_short: its help lists only the everyday options."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     app.command(name, cls=VerbCommand, context_settings=_SETTINGS)(_function(VERBS[name]))
     command = typer.main.get_command(app)
@@ -146,7 +159,10 @@ def build(name: str, *, is_short: bool = False) -> Any:
 
 
 def _function(verb: Verb) -> Callable[..., VerbJob]:
-    """A verb as typer reads it: a function of its name with one parameter an argument and an option."""
+    """A verb as typer expects it: a function with the verb's name and a parameter for each argument and option.
+
+    typer reads options from a function's signature and annotations, so these are generated from the declarations.
+    """
     arguments = [_argument(f"argument_{number}", one) for number, one in enumerate(verb.arguments)]
     parameters = [*arguments, *map(_option, verb.options().values())]
 
@@ -223,9 +239,10 @@ def _root() -> Any:
 
 
 def parse(arguments: Sequence[str]) -> VerbJob | int:
-    """The job that the command line asks for, or the exit code where typer has done all (help, completion).
+    """The job of a command line, or the exit code if typer has already answered it (--help, shell completion).
 
-    Raises UsageError.
+    Raises:
+        UsageError: for an unknown verb or option, and for missing or superfluous arguments.
     """
     ordered = _verb_first(list(arguments))
     verb = f"ckpt {ordered[0]}" if ordered and ordered[0] in VERBS else "ckpt"
@@ -235,7 +252,7 @@ def parse(arguments: Sequence[str]) -> VerbJob | int:
         root = _root()
         root.is_short = "-h" in ordered
         result = root.main(ordered, prog_name="ckpt", standalone_mode=False)
-    except SystemExit as end:  # completion ends so
+    except SystemExit as end:  # shell completion ends this way, even with standalone_mode=False
         return int(end.code or 0)
     except UsageError as fault:
         if not fault.where():
@@ -249,14 +266,17 @@ def parse(arguments: Sequence[str]) -> VerbJob | int:
 
 
 def help_text() -> str:
-    """The root's help, for a call without a verb."""
+    """The help of `ckpt` itself, which a call without a verb prints."""
     root = _root()
     context = root.make_context("ckpt", [], resilient_parsing=True)
     return f"{root.get_help(context)}\n"
 
 
 def _verb_first(arguments: list[str]) -> list[str]:
-    """Reporting options from before the verb moved behind it: `--json inspect x` -> `inspect --json x`."""
+    """The arguments with reporting options moved from before the verb to after it.
+
+    `--json inspect x` becomes `inspect --json x`: these options belong to the verbs, and the root would refuse them.
+    """
     if VERBS.keys().isdisjoint(arguments[1:]):
         return arguments
     from ckpt_tool.options.reading import Show
@@ -276,7 +296,7 @@ def _verb_first(arguments: list[str]) -> list[str]:
 
 
 def unknown_verb(word: str) -> UsageError:
-    """No such verb: a near miss, or the path of a checkpoint without a verb before it."""
+    """The error for an unknown verb. Its hint is a near miss, or `ckpt inspect PATH` for an existing path."""
     if os.path.exists(word):
         hint = f"say what to do with it: ckpt inspect {word}"
     else:
@@ -289,7 +309,7 @@ def unknown_verb(word: str) -> UsageError:
 
 
 def usage_error(fault: Any, verb: str) -> UsageError:
-    """typer's fault in our words, with near misses. verb: `ckpt convert`."""
+    """An exception of typer or click as a UsageError with near misses. verb: such as `ckpt convert`."""
     context = getattr(fault, "ctx", None)
     where = context.command_path if context is not None else verb
     lists = f"{where} --help lists what it takes"
@@ -312,7 +332,7 @@ def usage_error(fault: Any, verb: str) -> UsageError:
 
 
 def _hint_for_extra(verb: str) -> str:
-    """What may have been meant by a path too many, "" where nothing is known."""
+    """The hint for one argument too many, "" if there is none for this verb."""
     if verb == "validate":
         return "it trains a model of its own; ckpt verify SRC checks a checkpoint"
     if verb in ("inspect", "verify", "audit"):
@@ -332,7 +352,7 @@ def _find_owners(name: str) -> list[str]:
 
 
 def _near_option(name: str, context: Any) -> str:
-    """What may have been meant: an option of this verb, or of another one."""
+    """The hint for an unknown option: its name here, a near miss, or the verb that has it; "" if there is none."""
     from ckpt_tool.cli.typed_words import ARGUMENTS_MEANT, NEEDLESS, OF_VERB, OPTIONS_MEANT
 
     word = name.replace("_", "-")

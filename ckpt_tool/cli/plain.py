@@ -1,14 +1,14 @@
-"""Plain lines, read without typer.
+"""The fast path of the command line: plain lines are parsed here, without loading typer.
 
     ckpt inspect runs/7                                   plain
     ckpt reshard runs/7 out --tp 2 -q --no-fsync          plain
-    ckpt reshard runs/7 out --tp two                      not: typer says what is wrong
+    ckpt reshard runs/7 out --tp two                      not plain: typer reports the error
 
-A line is plain when its verb is one that scripts run in loops, and it holds the verb's arguments and options spelled in
-full. Whatever else it holds (help, an unknown option, a value that is missing, bad or begins with a dash) is left to
-typer: faults and help have one voice. Both read the same statements (`Verb.options`).
+A line is plain if its verb is one that scripts run in loops and everything in it is an argument or an option of the
+verb, spelled in full. Everything else (help, an unknown option, a value that is missing, invalid or begins with a dash)
+is left to typer, so that help and error messages have one source. Both read the same declarations (`Verb.options`).
 
-What it saves: 130 of 800 million instructions (callgrind) and 2 of 26 MB of a `convert --dry-run` of a small file.
+It saves 130 of 800 million instructions (callgrind) and 2 of 26 MB of a `convert --dry-run` of a small file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PLAIN = ("inspect", "reshard", "convert")
 
 
 def plain_job(line: Sequence[str]) -> VerbJob | None:
-    """The job of a plain line, None for all others."""
+    """The job of a plain command line, None for any other line."""
     if not line or line[0] not in PLAIN or "_CKPT_COMPLETE" in os.environ:
         return None
 
@@ -48,7 +48,7 @@ def plain_job(line: Sequence[str]) -> VerbJob | None:
             return None
         if option.kind == "value":
             if given.setdefault(option.keyword, value) != value:
-                return None  # two values: `repeated` says so
+                return None  # two different values: the full parser refuses them (`cli.repeated`)
         elif option.kind == "values":
             given.setdefault(option.keyword, []).append(value)
         elif option.kind == "count":

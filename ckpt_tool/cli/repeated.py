@@ -1,11 +1,11 @@
-"""Options that take one value and are given two.
+"""Refuses an option that takes one value and was given two different ones.
 
     --to dcp --to safetensors     a usage error that shows both
     --to dcp --to dcp             harmless, as scripts that add options write it
-    --match A --match B           both hold: the option is stated as one that may be repeated
+    --match A --match B           both apply: the option is declared as repeatable
     -q -q                         harmless
 
-The last value would win otherwise, and nothing would say so. `--resume --no-resume` are two values too.
+Otherwise the last value would win silently. `--resume --no-resume` are two values too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ CODE = "E3020"
 
 
 def refuse_two_values(words: Sequence[str], options: Mapping[str, Option], place: str) -> None:
-    """Raise UsageError E3020 where an option of one value has two that differ. options: by keyword. place: the verb."""
+    """Raise UsageError E3020 if an option that takes one value is given two that differ.
+
+    Args:
+        options: the verb's options by keyword.
+        place: the verb, as the error shows it.
+    """
     by_name = {name: option for option in options.values() for name in option.names}
     first_values: dict[str, tuple[str, ...]] = {}
     conflicts: list[str] = []
@@ -48,7 +53,10 @@ def is_same_value(option: Option, one: tuple[str, ...], two: tuple[str, ...]) ->
 
 
 def _values_given(words: Sequence[str], options: Mapping[str, Option]) -> Iterator[tuple[Option, tuple[str, ...]]]:
-    """(option, its value as typed) of every option of one value, in order. Of a switch, the value is its spelling."""
+    """Yield (option, value as typed) for each option that takes one value, in order.
+
+    The value of a switch is its spelling (`--resume` or `--no-resume`).
+    """
     rest = iter(words)
     for word in rest:
         if word == "--":

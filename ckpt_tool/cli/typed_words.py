@@ -1,13 +1,14 @@
-"""What people type who know another tool: the verb, option or value of ours that does what they mean.
+"""Verbs and options of other tools, with what they are called here, for the hints of usage errors.
 
-Shown in hints alone. Nothing typed is taken for another word, and no hint leads to a verb that deletes.
+These words only appear in hints: a word that was typed is never silently replaced by another, and no hint suggests a
+verb that deletes.
 """
 
 from __future__ import annotations
 
 DELETING = frozenset(("prune", "clean"))  # verbs that no near miss may suggest
 
-# verb -> what to write
+# an unknown verb -> the command to use
 VERBS_MEANT = {
     "split": "ckpt convert SRC OUT --to safetensors --max-shard-size 5GB, or ckpt reshard SRC OUT --tp N",
     "shard": "ckpt reshard SRC OUT --tp N, or ckpt convert SRC OUT --to safetensors --max-shard-size 5GB",
@@ -62,7 +63,7 @@ VERBS_MEANT = {
     "average": "ckpt merge RUN OUT --method average --last N",
 }
 
-# option -> option, whatever the verb
+# an unknown option -> the option here, for every verb
 OPTIONS_MEANT = {
     "--tensor-parallel-size": "--tp",
     "--tensor-model-parallel-size": "--tp",
@@ -144,8 +145,7 @@ OPTIONS_MEANT = {
     "--strip-optimizer": "--drop optimizer",
 }
 
-# (verb, option) -> what to write: where the option has another meaning under another verb, or there is nothing to ask
-# for
+# (verb, unknown option) -> the hint: where an option means something else for another verb, or is not needed at all
 OF_VERB = {
     ("inspect", "--format"): "--json prints the document",
     ("verify", "--quick"): "--mode quick reads headers alone",
@@ -164,7 +164,7 @@ OF_VERB = {
     ("apply", "--workers"): "--part I/N runs one share of the plan, --threads N is of one process",
     ("reshard", "--to"): "ckpt convert SRC OUT --to FORMAT takes degrees too",
 }
-# options that ask for what is always so
+# options for a behaviour that is always on
 NEEDLESS = {
     "--trust-remote-code": "leave it off: nothing in a checkpoint is ever run",
     "--yes": "leave it off: nothing asks",
@@ -172,7 +172,7 @@ NEEDLESS = {
     "--non-interactive": "leave it off: nothing asks",
 }
 
-# options of other tools for what are arguments here
+# options of other tools that are positional arguments here
 ARGUMENTS_MEANT = frozenset(
     ("--input", "--in", "--src", "--source", "--load", "--load-dir", "--checkpoint", "--checkpoint-dir", "--model")
     + ("--output", "--dst", "--dest", "--target", "--save", "--save-dir", "--output-dir", "--out-dir", "-o", "-i")

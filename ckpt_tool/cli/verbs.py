@@ -1,11 +1,14 @@
-"""The verbs: what each takes, and the Job that it comes to, a command that is ready to run.
+"""The verbs of the command line: the arguments and options of each, and the function that makes a VerbJob of them.
 
     @verb("what is in a checkpoint", SRC, takes=lambda: (Inspection, Reading), examples=("ckpt inspect runs/7",))
     def inspect(show: Show, src: str, wanted: Inspection, reading: Reading) -> Job: ...
 
-The options are those of the groups (`options`, `merging.options`), where each is stated. No parser is known here: typer
-(`cli.parser`) and plain lines (`cli.plain`) come to the same Job. When a function here is called the line is sound and
-nothing has been read; a verb's command is imported when the job runs, so that help and usage errors cost no format.
+Options are declared in groups (`options`, `merging.options`); a verb names the groups that it takes. This module is
+independent of the parser: typer (`cli.parser`) and the fast path for plain command lines (`cli.plain`) make the same
+VerbJob. When a verb's function is called, its options are valid and nothing has been read yet. Each job imports its
+command inside `run` and its report inside `page`, so that help and usage errors load no checkpoint format.
+
+A verb's docstring is the text at the top of its `--help`.
 """
 
 from __future__ import annotations
@@ -53,28 +56,29 @@ Document = dict[str, Any]
 
 
 class VerbJob(NamedTuple):
-    """A verb, ready to run."""
+    """A verb with its parsed arguments and options, ready to run."""
 
     verb: str
     show: Show
-    run: Callable[[Progress], Document]  # reads and writes, returns the document
-    page: Callable[[Document, bool], Shown]  # the document for people, uncut with True
-    # is there nothing to find fault with (exit 1 otherwise)?
+    run: Callable[[Progress], Document]  # reads and writes; returns the document that --json prints
+    page: Callable[[Document, bool], Shown]  # the document as a page for people; True shows long lists in full
+    # False for a document with findings: the exit code is 1
     sound: Callable[[Document], bool] = lambda document: True
-    writes: bool = False  # makes an output (silent under -q)
-    plans: bool = False  # shows its plan before it writes
-    # sources, outputs: what it reads and makes, where no report may be put
+    writes: bool = False  # makes an output; -q then prints nothing on success
+    plans: bool = False  # prints its plan before it writes
+    # The paths that it reads and writes. A report (--report) must not be saved inside them.
     sources: tuple[str, ...] = ()
     outputs: tuple[str | None, ...] = ()
-    pages: bool = False  # long text, which a terminal shows through a pager
-    # in place of the page, the one line that scripts read, "" for none
+    pages: bool = False  # long text, shown through a pager on a terminal
+    # the one line for scripts that is printed in place of the page; "" prints nothing
     line: Callable[[Document], str] | None = None
-    # what is wrong with the source though a result could be shown; it is told after the result, and gives the exit code
+    # an error in the source despite which a result could be shown: raised after the result was printed, for the exit
+    # code
     fault: Callable[[Document], CkptError | None] = lambda document: None
 
 
 class Argument(NamedTuple):
-    """What stands on a line without a name."""
+    """A positional argument of a verb."""
 
     metavar: str
     help: str
@@ -82,37 +86,50 @@ class Argument(NamedTuple):
 
 
 class Verb(NamedTuple):
-    """A verb."""
+    """The declaration of one verb: its help texts, arguments and options, and the function that makes its job."""
 
     name: str
-    summary: str  # in the list of verbs
-    about: str  # at the top of its help
+    summary: str  # its line in the list of verbs
+    about: str  # the text at the top of its help
     arguments: tuple[Argument, ...]
-    takes: Callable[[], tuple[type, ...]]  # the groups of its options, called when the verb is
-    but: tuple[Section, ...]  # sections of those groups that the command line leaves out
+    takes: Callable[[], tuple[type, ...]]  # returns its option groups; a function, so that they are imported on demand
+    but: tuple[Section, ...]  # sections of those groups that are no options of this verb
     examples: tuple[str, ...]
-    everyday: tuple[str, ...]  # keywords of shared options that its short help shows too
+    everyday: tuple[str, ...]  # keywords of shared options that its short help (-h) shows too
     ready: Callable[..., VerbJob]
 
     def options(self) -> dict[str, Option]:
-        """Keyword -> option, as the command line has them."""
+        """The options of the verb by keyword, with those of `Show` (--json, -v, ...) that every verb has."""
         from ckpt_tool.options.reading import Show
 
         return {name: one for name, one in options_of(*self.takes(), Show).items() if one.section not in self.but}
 
     def option_names(self) -> frozenset[str]:
-        """`--to`, `-q` and all others that it takes."""
+        """All spellings of all its options, such as `--quiet` and `-q`."""
         return frozenset(name for option in self.options().values() for name in option.names)
 
     def job(self, arguments: Sequence[Any], given: Mapping[str, Any]) -> VerbJob:
-        """What a line comes to. given: options by keyword, as text. Raises UsageError with all that is wrong."""
+        """The job for these arguments and options.
+
+        Args:
+            given: option values by keyword, as text.
+
+        Raises:
+            UsageError: it lists all invalid options at once.
+        """
         from ckpt_tool.options.reading import Show
 
         show, *groups = self.groups(given, Show, arguments=arguments)
         return self.ready(show, *arguments, *groups)
 
     def groups(self, given: Mapping[str, Any], *more: type, arguments: Sequence[Any] = ()) -> list[Any]:
-        """A value of each of its groups, `more` before them. Raises UsageError with all that is wrong."""
+        """An instance of each option group in `more`, then of each of the verb's own.
+
+        A group with a field `command` gets the words of the command line, which --attest records.
+
+        Raises:
+            UsageError: it lists all invalid options at once.
+        """
         found: list[Any] = values_of(given, *more, *self.takes())
         paths = (path for each in arguments for path in ([each] if isinstance(each, str) else each or ()))
         words = (self.name, *paths, *words_given(given, options_of(*self.takes())))
@@ -133,9 +150,10 @@ def verb(
     examples: tuple[str, ...],
     everyday: tuple[str, ...] = (),
 ) -> Callable[[F], F]:
-    """Make a function a verb of its own name."""
+    """Decorator: register a function as the verb of the same name (see `Verb` for the parameters)."""
 
     def add(function: F) -> F:
+        """Register `function`, whose docstring becomes the text of `ckpt VERB --help`."""
         name = function.__name__
         VERBS[name] = Verb(name, summary, function.__doc__ or "", arguments, takes, but, examples, everyday, function)
         return function
@@ -194,7 +212,7 @@ def inspect(show: Show, src: str, wanted: Inspection, reading: Reading) -> VerbJ
 
 
 def written(document: Document, uncut: bool) -> Shown:
-    """The page of a writer's document."""
+    """The page for the document of a verb that writes a checkpoint."""
     from ckpt_tool.report.writing import after
 
     return after(document, everything=uncut)
@@ -273,7 +291,7 @@ def _merging() -> tuple[type, ...]:
     from ckpt_tool.options.reading import Reading
     from ckpt_tool.options.writing import Writing
 
-    return Writing, Reading, MergeOptions  # the last one's --config is not the second's
+    return Writing, Reading, MergeOptions  # both of the last two have --config; MergeOptions, the later one, wins
 
 
 @verb(

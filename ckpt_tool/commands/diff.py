@@ -36,11 +36,13 @@ BIT_FOR_BIT = Comparison()
 def diff(a: str, b: str, reading: Reading, wanted: Comparison = BIT_FOR_BIT, *, progress: Progress) -> dict[str, Any]:
     """The document of `diff --json`.
 
-    `wanted.rename` has rules for the names of A; the map, a JSON object or lines `LEFT RIGHT`, then says what B calls
-    them. Under a dialect both have its names and its structure, as `convert --dialect` would write them.
+    Names: first `wanted.rename` is applied to the names of A; then the map, a JSON object or lines `LEFT RIGHT`, gives
+    the name in B for a name of A. With a dialect, both checkpoints are compared under the names and the structure that
+    `convert --dialect` would write.
 
-    Without tolerances values are equal when their bits are (NaN payloads included); with them |a - b| <= atol + rtol
-    |b|. A tensor of another dtype differs without tolerances; its entry says how far its numbers are apart.
+    Values: without tolerances two values are equal if their bits are (NaN payloads included); with tolerances, if
+    |a - b| <= atol + rtol |b|. Without tolerances, tensors of two dtypes always differ, and the entry states by how
+    much their numbers differ.
     """
     on = device_of(wanted.device)
     left_out = left_by_word(wanted.states)
@@ -89,9 +91,11 @@ def diff(a: str, b: str, reading: Reading, wanted: Comparison = BIT_FOR_BIT, *, 
 
 
 def _without_wrappers(here: _Sides, there: _Sides) -> tuple[_Sides, _Sides, list[str]]:
-    """(both sides, of which one is without its trainer's wrappers, a note that says so), where that makes more names
-    match: `module.` in front of every name of a DDP module, `_orig_mod.` of a compiled one. What `convert` takes off
-    by the families' names is known here by the names of the other side."""
+    """Both sides without the prefixes of trainers' wrappers, if more names match then, and notes that report this.
+
+    Such prefixes are `module.` of a DDP module and `_orig_mod.` of a compiled one. `convert` recognises them by the
+    names of known model families; here the names of the other side suffice.
+    """
     notes: list[str] = []
     sides = [here, there]
     for number, which in enumerate(("first", "second")):
@@ -113,8 +117,10 @@ def _without_wrappers(here: _Sides, there: _Sides) -> tuple[_Sides, _Sides, list
 def _summaries_of(
     pairs: Sequence[tuple[_Side, _Side]], counted: Mapping[TensorKey, Any], found: Sequence[dict[str, Any]]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The summaries by state and module, and by layer. The sums that their norms are made of are taken out of
-    `found`."""
+    """The summaries by state and module, and by layer.
+
+    The entries in `found` carry partial sums for the norms of these summaries; they are removed from the entries here.
+    """
     from ckpt_tool.run.compare import NORMS
 
     differing = {(difference["name"], difference["state"]) for difference in found}
@@ -133,8 +139,7 @@ def _by_rank(
     opened: tuple[Opened, Opened],
     wanted: Comparison,
 ) -> list[dict[str, Any]]:
-    """`by_rank` of the document: an entry for each file of either side that holds values which differ, most elements
-    first."""
+    """`by_rank` of the document: an entry for each file with differing values, of both sides, most elements first."""
     from ckpt_tool.run.compare_by_file import FileDifference, Side, differing_files
 
     changed = {(difference["name"], difference["state"]) for difference in found if difference["kind"] == "value"}
@@ -174,7 +179,7 @@ def _suggestion(
     opened: tuple[Opened, Opened],
     reading: Reading,
 ) -> str | None:
-    """What would make the names match, where fewer than half of one side's do."""
+    """A suggestion that would make the names match, None if at least half of the names of one side match."""
     left = {key.name: None for key in here}
     right = {key.name: None for key in there}
     if not left or not right or 2 * len(left.keys() & right.keys()) >= min(len(left), len(right)):
@@ -185,7 +190,7 @@ def _suggestion(
 
 
 class _Side(NamedTuple):
-    """A tensor of one of the two, and the tree that holds its arrays."""
+    """A tensor of one side, and the tree from which its arrays are read."""
 
     tensor: LogicalTensor
     tree: Tree
@@ -196,12 +201,12 @@ _Counted = dict[TensorKey, tuple[Opened, _Side]]
 
 
 class _Matched(NamedTuple):
-    """The tensors of both sides, by what is to be done with them."""
+    """The tensors of both sides, grouped by how they are compared."""
 
-    differing: list[dict[str, Any]]  # an entry for each tensor that headers show to differ
-    pairs: list[tuple[_Side, _Side]]  # those whose values are to be compared
-    retyped: list[tuple[_Side, _Side]]  # those of two dtypes, which differ whatever their values are
-    counted: _Counted  # steps of one side where the optimizer of the other has one count
+    differing: list[dict[str, Any]]  # an entry for each tensor that differs by its header alone
+    pairs: list[tuple[_Side, _Side]]  # tensors whose values are compared
+    retyped: list[tuple[_Side, _Side]]  # tensors of two dtypes: they differ, and their numbers are compared as well
+    counted: _Counted  # per-parameter steps of one side, if the other's optimizer keeps one count for all parameters
 
 
 def _paired(
@@ -212,7 +217,7 @@ def _paired(
     *,
     first: bool,
 ) -> _Matched:
-    """Which tensor of one side belongs to which of the other. first: compare first replicas alone."""
+    """Match the tensors of both sides by key. first: compare only the first replica of each."""
     found = list[dict[str, Any]]()
     pairs = list[tuple[_Side, _Side]]()
     retyped = list[tuple[_Side, _Side]]()
@@ -243,7 +248,7 @@ def _paired(
 
 
 def _is_of_numbers(tensor: LogicalTensor) -> bool:
-    """Can its values be computed with? Codes and elements of less than a byte can't."""
+    """Can its values be compared as numbers? Quantised codes and elements smaller than a byte can't."""
     return not tensor.dtype.coded and tensor.dtype.bits >= 8
 
 
@@ -252,8 +257,7 @@ def _dtype_entry(key: TensorKey, a: LogicalTensor, b: LogicalTensor) -> dict[str
 
 
 def _compared_as_numbers(pairs: Sequence[tuple[_Side, _Side]], progress: Progress) -> Iterator[dict[str, Any]]:
-    """An entry for each pair of two dtypes, with how far the numbers are apart: not at all after a cast that is
-    exact."""
+    """Yield an entry for each pair of two dtypes, with the difference of their numbers (none after an exact cast)."""
     from ckpt_tool.run.compare import NORMS, compare
 
     if pairs:
@@ -272,7 +276,7 @@ def _compared_as_numbers(pairs: Sequence[tuple[_Side, _Side]], progress: Progres
 
 
 def _by_trees(pairs: Sequence[tuple[_Side, _Side]]) -> list[list[tuple[_Side, _Side]]]:
-    """The pairs in groups that are read from the same two trees."""
+    """The pairs, grouped by the two trees that they are read from."""
     groups: dict[tuple[int, int], list[tuple[_Side, _Side]]] = {}
     for mine, theirs in pairs:
         groups.setdefault((id(mine.tree), id(theirs.tree)), []).append((mine, theirs))
@@ -280,7 +284,7 @@ def _by_trees(pairs: Sequence[tuple[_Side, _Side]]) -> list[list[tuple[_Side, _S
 
 
 def _replicas_error(pairs: Sequence[tuple[_Side, _Side]]) -> ReplicasDiffer | None:
-    """The error that names every tensor whose replicas differ, not only the one that was met first."""
+    """The error that names every tensor whose replicas differ, not only the first; None if there are none."""
     from ckpt_tool.run import replicas
 
     held_in: dict[int, tuple[list[LogicalTensor], Tree]] = {}
@@ -291,7 +295,7 @@ def _replicas_error(pairs: Sequence[tuple[_Side, _Side]]) -> ReplicasDiffer | No
 
 
 def _sides(opened: Opened, reading: Reading, dialect: str | None, rename: Sequence[str] = ()) -> dict[TensorKey, _Side]:
-    """The tensors of a checkpoint, as they are or under the names of a dialect. rename: rules for its own names."""
+    """The tensors of a checkpoint by key, under their own names or those of a dialect. rename: rules for own names."""
     if dialect in (None, "keep"):
         tensors = list(opened.catalog.tensors.values())
         keys = [tensor.key for tensor in tensors]
@@ -310,7 +314,7 @@ def _sides(opened: Opened, reading: Reading, dialect: str | None, rename: Sequen
 
 
 def _other_steps(counted: Mapping[TensorKey, tuple[Opened, _Side]]) -> Iterator[dict[str, Any]]:
-    """An entry for each step of a parameter that is not the one count of the other side's optimizer."""
+    """Yield an entry for each per-parameter step that differs from the single count of the other side's optimizer."""
     counts: dict[int, Any] = {}
     for key, (opened, side) in counted.items():
         if id(opened) not in counts and opened.catalog.count is not None:
@@ -331,7 +335,7 @@ def _number(side: _Side) -> Any:
 def _compared(
     pairs: Sequence[tuple[_Side, _Side]], wanted: Comparison, on: Device | None, progress: Progress
 ) -> Iterator[dict[str, Any]]:
-    """An entry for each pair of other values."""
+    """Yield an entry for each pair whose values differ."""
     progress.start(sum(mine.tensor.nbytes + theirs.tensor.nbytes for mine, theirs in pairs), "comparing")
     for group in _by_trees(pairs):
         tensors = [(mine.tensor, theirs.tensor) for mine, theirs in group]
@@ -353,7 +357,7 @@ def _differences(
     on: Device | None,
     progress: Progress,
 ) -> Sequence[Mapping[str, Any] | None]:
-    """What differs in each pair, found by the CPU or by a device."""
+    """The difference of each pair, None for equal ones, computed on the CPU or on a device."""
     if on is not None:
         from ckpt_tool.device.compare import compared
 
@@ -374,8 +378,10 @@ def _differences(
 
 
 def _extras_differ(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[str]:
-    """Names of extras that only one side has or that differ: shown, not counted (a format may have no place for
-    them)."""
+    """The names of extras that differ or that only one side has.
+
+    They are reported but do not make the checkpoints unequal, because some formats can't store extras.
+    """
     return sorted(str(name) for name in {**left, **right} if left.get(name) != right.get(name))
 
 

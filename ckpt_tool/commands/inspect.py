@@ -1,8 +1,8 @@
-"""`ckpt inspect`: what is in a checkpoint, read from headers alone. Never runs anything, never imports torch.
+"""`ckpt inspect`: what is in a checkpoint, read from headers alone. No code of it is run, and torch is not imported.
 
-`--security` shows every pickle of the source and every name in it, also where nothing else can be read. What the
-format's reader found unsafe comes first in `unsafe` where the survey of the files does not show it by itself: a tensor
-that hangs on an object of an unknown class. Cost: the headers and pickles of every file.
+`--security` lists every pickle of the source and every global that it names, also if nothing else can be read. Findings
+of the format's reader come first in `unsafe`, since a survey of single files does not show all of them, such as a
+tensor that is an attribute of an object of an unknown class. Cost: the headers and pickles of every file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from ckpt_tool.sources.select import state_filter
 from ckpt_tool.storage.source import Tree
 from ckpt_tool.weight_schemes.quantised_weights import DTYPES as CODED
 
-Tally = Mapping[tuple[str, tuple[Any, tuple[int, ...], int]], int]  # (state, (dtype, shape, bytes of one)) -> how many
+# (state, (dtype, shape, bytes of one tensor)) -> number of tensors: totals of large models from few entries
+Tally = Mapping[tuple[str, tuple[Any, tuple[int, ...], int]], int]
 
 
 EVERYTHING = Inspection()
@@ -49,12 +50,12 @@ def inspect(
     columns: bool = False,
     incomplete: bool = False,
 ) -> dict[str, Any]:
-    """The document of `inspect --json`; the totals are of what is listed.
+    """The document of `inspect --json`; its totals count the listed tensors only.
 
     Args:
-        columns: `tensors` may be a `core.listing.Listing`, which makes its rows, or their JSON, when asked.
-        incomplete: where something of the checkpoint is missing, list the rest and say under `missing` what it is;
-            else that is an error (Incomplete), but with `reading.lenient`.
+        columns: `tensors` may be a `core.listing.Listing`, which generates its rows, or their JSON, on demand.
+        incomplete: if a part of the checkpoint is missing, list the rest, and describe the part under `missing`.
+            Without it (and without `reading.lenient`) a missing part raises Incomplete.
     """
     if wanted.anonymous:
         return _inspect_anonymously(src, reading, wanted, incomplete=incomplete)
@@ -73,7 +74,7 @@ def inspect(
 
 
 def _inspect_anonymously(src: str, reading: Reading, wanted: Inspection, *, incomplete: bool) -> dict[str, Any]:
-    """The document with nothing in it that says whose checkpoint it is. Raises UsageError E3050."""
+    """The document without anything that identifies the owner. Raises UsageError E3050 with `--stats`."""
     from ckpt_tool.commands.anonymous import anonymize, refuse_with
 
     if wanted.stats:
@@ -82,7 +83,7 @@ def _inspect_anonymously(src: str, reading: Reading, wanted: Inspection, *, inco
 
 
 def _of_opened(opened: Opened, reading: Reading, wanted: Inspection, *, columns: bool) -> dict[str, Any]:
-    """The document of a checkpoint that was read."""
+    """The document of a checkpoint that its reader could open."""
     catalog = opened.catalog
     blocks = getattr(catalog.tensors, "blocks", None)
     rows: Sequence[dict[str, Any]]
@@ -107,7 +108,7 @@ def _of_opened(opened: Opened, reading: Reading, wanted: Inspection, *, columns:
 
 
 def _document(opened: Opened, rows: Sequence[dict[str, Any]], tally: Tally) -> dict[str, Any]:
-    """What every inspection says. rows: the listed tensors. tally: the same, counted."""
+    """The part of the document that does not depend on options. rows: the listed tensors. tally: the same, counted."""
     catalog = opened.catalog
     by_state = _by_state(tally)
     return {
@@ -131,12 +132,12 @@ def _document(opened: Opened, rows: Sequence[dict[str, Any]], tally: Tally) -> d
 
 
 def _metadata(stated: Stated) -> dict[str, Any]:
-    """What the files state of the model, with the number of values in place of long lists."""
+    """The metadata that the files state about the model, with the number of values in place of long lists."""
     return {**stated.values, **{key: f"{count} values" for key, count in stated.long.items()}}
 
 
 def _security(opened: Opened, *, survey: bool) -> dict[str, Any]:
-    """What the reader found in the pickles that it read; with `survey` what every file holds."""
+    """The findings of the reader in the pickles that it read; with `survey` also those of all other files."""
     found: dict[str, Any] = {
         "unsafe": list(opened.catalog.unsafe),
         "globals": list(named.names) if (named := opened.catalog.hints.get(Globals)) else [],
@@ -147,7 +148,7 @@ def _security(opened: Opened, *, survey: bool) -> dict[str, Any]:
 
 
 def _add_survey(security: dict[str, Any], tree: Tree) -> None:
-    """Add what the files hold to `unsafe` and `globals`, and `files`: [{file, member, globals, unsafe, unseen}]."""
+    """Survey the pickles of all files: extend `unsafe` and `globals`, and add `files`, an entry for each pickle."""
     from ckpt_tool.storage.pickles.survey import survey, unsafe_lines
 
     files = []
@@ -167,7 +168,7 @@ def _add_survey(security: dict[str, Any], tree: Tree) -> None:
 
 
 def _unread(src: str, reading: Reading, fault: CkptError) -> dict[str, Any]:
-    """The document of `inspect --json` for a source that its reader refuses: no tensors, and what its pickles name."""
+    """The document for a source that its reader refuses: no tensors, only the survey of its pickles."""
     from ckpt_tool.storage.opening import open_tree
 
     tree = open_tree(src, follow_symlinks=reading.follow_symlinks)
@@ -190,7 +191,7 @@ def _unread(src: str, reading: Reading, fault: CkptError) -> dict[str, Any]:
 
 
 def _of_incomplete(src: str, reading: Reading, wanted: Inspection, fault: CkptError) -> dict[str, Any]:
-    """The document of a checkpoint of which something is missing. Raises `fault` where nothing of it can be read."""
+    """The document of a checkpoint of which a part is missing. Raises `fault` if nothing of it can be read."""
     looked, parts = open_incomplete(src, reading)
     if looked is not None and parts.faults:
         opened = without_missing(looked.opened, parts) if wanted.stats else looked.opened
@@ -200,7 +201,7 @@ def _of_incomplete(src: str, reading: Reading, wanted: Inspection, fault: CkptEr
         document = _of_files_alone(src, reading, wanted)
         if not (document["tensors"] or parts.files or parts.tensors):
             raise fault
-        if document["tensors"]:  # which of them are whole can't be said of files that are read alone
+        if document["tensors"]:  # from single files it can't be determined which tensors are complete
             parts.tensors.clear()
         missing = describe_missing(fault, parts, None, {})
     document["missing"] = {**missing, "lenient": reading.lenient}
@@ -247,7 +248,7 @@ def _of_files_alone(src: str, reading: Reading, wanted: Inspection) -> dict[str,
 
 
 def _of_delta(src: str, reading: Reading) -> dict[str, Any] | None:
-    """The document of `inspect --json` for a delta: its frames as tensors of bytes. None for what is none."""
+    """The document for a delta, which lists its compressed frames as tensors; None if the source is no delta."""
     from ckpt_tool.deltas.folder import is_delta, read_delta
     from ckpt_tool.storage.opening import open_tree
 
@@ -285,7 +286,7 @@ def _by_state(tally: Tally) -> dict[str, dict[str, int]]:
 
 
 def _add_quantisation(document: dict[str, Any], opened: Opened, reading: Reading, *, narrowed: bool) -> None:
-    """What is quantised, and the parameters that codes stand for. narrowed: not all tensors are listed."""
+    """Add `quantization`, and count the parameters that are encoded as codes. narrowed: not all tensors are listed."""
     from ckpt_tool.quantised.weight_counts import summary
 
     names = {row["name"] for row in document["tensors"] if row["state"] == MODEL} if narrowed else None
@@ -296,7 +297,7 @@ def _add_quantisation(document: dict[str, Any], opened: Opened, reading: Reading
 
 
 def _add_statistics(opened: Opened, rows: Sequence[dict[str, Any]]) -> None:
-    """Read the values of the listed tensors and say of each what they are like."""
+    """Read the values of the listed tensors and add the statistics of each as `stats`."""
     from ckpt_tool.run.stats import statistics
 
     keys = [TensorKey(row["name"], row["state"]) for row in rows]

@@ -1,22 +1,22 @@
-"""`ckpt prune`: which steps of a run stay, and the others taken away, each whole or gone at every moment.
+"""`ckpt prune`: removes the steps of a run that no rule keeps. At every moment a step is either complete or gone.
 
-What stays, each with its reason:
+A step is kept, with a reason in the document, if it
 
-    one of the last N sound steps           and the last sound one, whatever N is
-    a multiple of K
-    what a pointer file names, what a link leads to, what the run itself calls its best
-    what may be being written: locked, newer than the last sound one, broken and changed within the last hour, or
-      written later than steps of higher numbers (the run went back)
-    what is no checkpoint, what can't be judged, what something is mounted in
-    what a delta is made on (`deltas.dependents`), what is a delta, what one lies in
-    what holds files that neither its checkpoints nor trainers account for (`conversion.accounted`): a person's
+    is one of the last N complete steps; the last complete one is always kept
+    is a multiple of K
+    is named by a pointer file, is the target of a symbolic link, or is recorded by the run as its best
+    may still be being written: it is locked, newer than the last complete step, incomplete and changed within the last
+      hour, or written later than steps with higher numbers (the run was restarted from an earlier step)
+    is no checkpoint, can't be judged, or contains a mount point
+    is the base of a delta (`deltas.dependents`), is a delta, or contains one
+    contains files that belong neither to its checkpoints nor to a trainer (`conversion.accounted`): a user's files
 
-A disk that fails while a step is looked at makes the step unknown, not broken: it stays, it is not counted among those
-that are kept, and nothing at all goes unless `--skip-unreadable` says that the others may.
+A read error makes a step unknown, not incomplete: the step is kept, it does not count as one of the N, and nothing is
+removed at all unless `--skip-unreadable` permits removing the others.
 
-The last sound step is looked at once more before anything goes. Cost: the headers of the steps that are judged (from
-the newest down to the last that is kept) and of those that go, and the names in all. What it does not do: prune in
-stores, whose folders can't be renamed in one step.
+Before each removal the last complete step is checked to be still there. Cost: the headers of the steps that are judged
+(from the newest down to the last that is kept) and of those that are removed, and the file names of all steps. Steps in
+object stores are not pruned, because a store can't rename a folder in one step.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from ckpt_tool.storage.output.destination import local_path, staging_path
 from ckpt_tool.storage.output.removal import PathContents, erase, freed, is_locked, measure, retire
 from ckpt_tool.storage.output.replaced import some_of
 
-RECENT = 3600  # seconds: a broken step that was changed later may be being written
-APART = 60  # seconds between files of two steps that tell which was written first
+RECENT = 3600  # seconds: an incomplete step that was changed within this time may still be being written
+APART = 60  # seconds: the order in which two steps were written is only certain if their files differ by more
 NO_STORE = "E1672"
 NO_RULE = "E1673"
 FAILED = "E1674"
@@ -52,18 +52,23 @@ UNREAD = "E2851"
 
 
 class Fate(NamedTuple):
-    """What becomes of a step."""
+    """The decision about one step."""
 
     step: RunStep
-    keep: tuple[str, ...]  # why it stays, () where it goes
-    held: PathContents | None  # None where it can't be looked at
+    keep: tuple[str, ...]  # the reasons to keep it; () if it is removed
+    held: PathContents | None  # its files; None if they can't be listed
 
 
 def prune(src: str, reading: Reading, wanted: Retention, *, progress: Progress) -> dict[str, Any]:
-    """Take the steps away that no rule keeps; `removed` of each says whether it is gone.
+    """Remove the steps that no rule keeps, and return the document of `prune --json`.
 
-    Raises UsageError E1672 (a URL), E1673 (no rule), StorageError E1674 where some could not be removed, the others
-    are gone then, E2851 where something could not be read, nothing is gone then."""
+    In the document `removed` of a step is True once the step is gone.
+
+    Raises:
+        UsageError: E1672 for a URL, E1673 without a rule.
+        StorageError: E2851 if something could not be read (nothing was removed), E1674 if some steps could not be
+            removed (the others are gone).
+    """
     if scheme_of(src) is not None:
         raise UsageError(
             "prune works on disks alone: in a store a folder can't be removed in one step",
@@ -142,7 +147,7 @@ def _row(run: Run, fate: Fate, judge: Judge) -> dict[str, Any]:
 
 
 def _refuse_unread(src: str, unread: Mapping[str, str]) -> StorageError:
-    """The error for what could not be read. unread: place -> why."""
+    """The error for paths that could not be read. unread: path -> reason."""
     lines = [f"{place}: {why}" for place, why in unread.items()]
     return StorageError(
         f"nothing was removed: {len(lines)} of the things to look at could not be read; the first: {lines[0]}"
@@ -164,7 +169,7 @@ def _fates(
     deltas: Iterable[FoundDelta],
     unread: dict[str, str],
 ) -> Iterator[Fate]:
-    """Each step, the oldest first. What could not be read is added to `unread`: place -> why."""
+    """Yield the decision about each step, the oldest first. Read errors are added to `unread`: path -> reason."""
     held = dict[str, PathContents | None]()
     for step in run.steps:
         try:
@@ -197,7 +202,11 @@ def _fates(
 
 
 def _by_number(run: Run, judge: Judge, wanted: Retention, last: RunStep, keep: Mapping[str, list[str]]) -> None:
-    """The last N sound ones, multiples of K, and what is newer than the last sound one. A twin stays with its step."""
+    """Add the reasons that depend on step numbers to `keep`.
+
+    These are: one of the last N complete steps, a multiple of K, newer than the last complete step, and the universal
+    form (a twin, in DeepSpeed's sense) of a step that is kept.
+    """
     sound = set[tuple[int, int]]()
     for step in reversed(run.steps):
         number = (step.number or 0, step.epoch)
@@ -229,7 +238,7 @@ def _by_number(run: Run, judge: Judge, wanted: Retention, last: RunStep, keep: M
 
 
 def _named(run: Run, reading: Reading, last: RunStep, keep: Mapping[str, list[str]]) -> None:
-    """What a pointer file names, and what the run calls its best."""
+    """Add a reason to `keep` for steps that a pointer file names or that the run records as its best."""
     for file, name in run.pointers:
         if name in keep:
             keep[name].append(f"{file} names it")
@@ -247,7 +256,7 @@ def _untouchable(
     held: Mapping[str, PathContents | None],
     unread: dict[str, str],
 ) -> list[str]:
-    """Why a step that no rule keeps stays all the same. What could not be read is added to `unread`."""
+    """Safety reasons to keep a step that no rule keeps, [] if there are none. Read errors are added to `unread`."""
     path = Path(run.of(step))
     mine = held[step.name]
     newest = held[last.name]
@@ -282,7 +291,7 @@ def _untouchable(
 
 
 def _not_its_own(path: str, reading: Reading, unread: dict[str, str]) -> list[str]:
-    """Why a step stays that holds a person's files. What could not be read is added to `unread`."""
+    """The reason to keep a step that contains a user's own files, [] if there are none. Read errors go to `unread`."""
     try:
         others = find_other_files(path, reading)
     except CkptError as e:
@@ -295,12 +304,12 @@ def _not_its_own(path: str, reading: Reading, unread: dict[str, str]) -> list[st
 
 
 def _is_being_written(path: Path) -> bool:
-    """Does a run of ckpt hold the staging folder of this output? Raises StorageError."""
+    """Is a run of ckpt writing this output now, that is, does it lock the staging folder? Raises StorageError."""
     staging = staging_path(path)
     try:
         return is_locked(staging)
     except OSError as e:
-        if e.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # there is none, or what is no folder
+        if e.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # no staging folder, or something else of that name
             return False
         raise wrap_os_error(e, staging, "looking whether a run is writing it") from e
 
@@ -308,8 +317,12 @@ def _is_being_written(path: Path) -> bool:
 def _linked(
     run: Run, keep: Mapping[str, list[str]], held: Mapping[str, PathContents | None], unread: dict[str, str]
 ) -> None:
-    """What a link leads to that stays itself: one beside the steps, or one in a step that stays. What could not be read
-    is added to `unread`: nobody knows what links are there."""
+    """Add a reason to `keep` for steps that a remaining symbolic link leads into.
+
+    Links in the run's folder outside the steps remain, and so do links in steps that are kept; a step kept for this
+    reason may contain links to further steps, so the search continues with its links. Paths that can't be read are
+    added to `unread`, since the links in them are unknown.
+    """
     root = real_path(run.path)
     real = {os.path.join(root, name): name for name in keep}
     links = {name: each.links for name, each in held.items() if each is not None}
@@ -331,8 +344,11 @@ def _linked(
 
 
 def _names_beside(run: Run, steps: Container[str]) -> list[str]:
-    """What is in a run's folder and is no step, hidden names too, but for what an interrupted run of ours left. Raises
-    StorageError."""
+    """The names in a run's folder that are no steps, including hidden ones but not the remains of an interrupted ckpt.
+
+    Raises:
+        StorageError: the folder can't be listed.
+    """
     try:
         names = os.listdir(run.path)
     except OSError as e:
@@ -344,8 +360,14 @@ def _names_beside(run: Run, steps: Container[str]) -> list[str]:
 
 
 def _remove(run: Run, last: RunStep, going: list[Fate], progress: Progress) -> tuple[frozenset[str], list[CkptError]]:
-    """(the steps that are gone, why others are not), the oldest first. Raises StorageError where nothing may be renamed
-    in the folder, or the last sound step has gone meanwhile."""
+    """Remove the steps in `going`, the oldest first.
+
+    Returns:
+        The names of the steps that are gone, and the errors of those that could not be removed.
+
+    Raises:
+        StorageError: the folder is not writable, or the last complete step has disappeared in the meantime.
+    """
     folder = local_path(run.path)
     if not os.access(folder, os.W_OK | os.X_OK):
         raise StorageError(f"no permission to rename in {folder}", code="E0705", path=folder)
@@ -365,6 +387,8 @@ def _remove(run: Run, last: RunStep, going: list[Fate], progress: Progress) -> t
         path = Path(run.of(fate.step))
         held = fate.held
         try:
+            # A step is only removed if it is unchanged since it was judged. It is first renamed to a hidden name in
+            # one step, so that an interruption never leaves half a step under its name.
             if held is not None and (not _is_there(path) or measure(path).digest == held.digest):
                 hidden = retire(path, held)
                 gone.add(fate.step.name)
@@ -381,7 +405,7 @@ def _remove(run: Run, last: RunStep, going: list[Fate], progress: Progress) -> t
 
 
 def _is_there(path: Path) -> bool:
-    """Is there something of this name? Raises StorageError where nobody can say."""
+    """Does the path exist, be it as a dangling link? Raises StorageError if that can't be determined."""
     try:
         os.lstat(path)
     except FileNotFoundError:

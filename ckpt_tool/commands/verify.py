@@ -1,9 +1,14 @@
-"""`ckpt verify`: is a checkpoint complete and sound? Headers, extents, cover, replicas, checksums, finite values.
+"""`ckpt verify`: is a checkpoint complete and valid? Headers, extents, cover, replicas, checksums, finite values.
 
-quick reads headers only and prints the digests that the checkpoint recorded; full (the default of the verb) reads every
-value, on the CPU or on a device: checksums, replicas, digests, NaN and Inf; and every record of the checkpoint's files
-that no tensor is read from. What no checksum covers is reported: damage there can't be seen. Before anything is
-opened the files are held against what was signed and attested of them (`signing.checked`).
+The steps, in this order:
+
+    signatures     the files are compared with what was signed and attested (`signing.checked`), before any is parsed
+    headers        every format's own checks, and that the chunks of each tensor cover it (`sources.sound`)
+    values         mode "full", the default: checksums, digests, replicas, NaN and Inf, on the CPU or on a device
+    other records  mode "full": the checksum of each record of the files that no tensor is read from
+
+Mode "quick" reads headers only and prints the digests that the checkpoint recorded. Files with bytes that no checksum
+covers are reported as `uncovered`, since damage there can't be detected.
 """
 
 from __future__ import annotations
@@ -39,26 +44,30 @@ if TYPE_CHECKING:
     from ckpt_tool.signing.checked import Checked
 
 FULL = Verification()
-NAMES_SHOWN = 3  # tensors of one damaged record
+NAMES_SHOWN = 3  # how many tensors of one damaged record a message names
 
 
 def verify(src: str, reading: Reading, wanted: Verification = FULL, *, progress: Progress) -> dict[str, Any]:
-    """Findings and layout-free digests. What keeps the checkpoint from being opened at all is raised, not listed."""
+    """The document of `verify --json`: findings, and digests that are independent of the layout.
+
+    An error that keeps the checkpoint from being opened at all is raised, unless other files of it can still be judged.
+    """
     on = device_of(wanted.device) if wanted.mode == "full" else None
-    sealed = _sealed(src, reading, wanted, progress)  # first: of what comes next nothing is trusted
-    with unchanged(*sealed.trees):  # the bytes whose hashes were compared are those that are judged
+    # Signatures come first, so that no file is parsed before its hash was compared.
+    sealed = _sealed(src, reading, wanted, progress)
+    with unchanged(*sealed.trees):  # the bytes that are judged must be those whose hashes were compared
         return _verify_sealed(src, reading, wanted, sealed, on, progress)
 
 
 def _verify_sealed(
     src: str, reading: Reading, wanted: Verification, sealed: Checked, on: Device | None, progress: Progress
 ) -> dict[str, Any]:
-    """The document, for files that were compared with what is signed and attested of them."""
+    """The document, once the files were compared with their signature and attestation (`sealed`)."""
     try:
         opened = open_source(src, reading)
         refuse_unused_reading(reading, opened)
         return _verify_opened(opened, [], reading, wanted, sealed, on, progress)
-    except CkptError as e:  # of a header, or of what a reader looks at when its tensors are asked for (zarr's indexes)
+    except CkptError as e:  # from a header, or from what a reader parses later (such as zarr's shard indexes)
         damaged = open_rest(src, reading, e)
         if damaged is not None:
             return _verify_rest(damaged, reading, wanted, sealed, on, progress)
@@ -76,7 +85,7 @@ def _verify_opened(
     on: Device | None,
     progress: Progress,
 ) -> dict[str, Any]:
-    """The document of an open checkpoint. damage: what is known to be damaged and is not among its tensors."""
+    """The document of an open checkpoint. damage: known damage in files that its catalog does not include."""
     catalog = opened.catalog
     with unchanged_sources(opened):
         findings, broken = findings_of(opened, complete=not damage)
@@ -109,14 +118,15 @@ def _verify_opened(
 
 
 def _faults_beside(opened: Opened, known: Sequence[CkptError]) -> list[CkptError]:
-    """Damage of files that no reader has taken: a schedule's state, shards next to whole files, a tokenizer's JSON."""
+    """Damage in files that the reader ignored: a scheduler's state, shards next to consolidated files, a tokenizer's
+    JSON. `known` is damage that was reported already."""
     taken = {opened.tree.display(path) for path in opened.catalog.files}
     taken |= {fault.path for fault in known if fault.path is not None}
     return list(cut_short(opened.tree, taken))
 
 
 def _name_ranks(findings: list[dict[str, Any]], opened: Opened) -> None:
-    """Give each finding the rank whose file it is in, where the format's files are ranks'."""
+    """Add `rank` to each finding in a file that was written by one rank."""
     catalog = opened.catalog
     rank_of = whose(catalog, ranks_of(opened.format, catalog.mesh.to_json()))
     paths = {opened.tree.display(path): path for path in catalog.files}
@@ -124,7 +134,11 @@ def _name_ranks(findings: list[dict[str, Any]], opened: Opened) -> None:
 
 
 def _add_ranks(findings: list[dict[str, Any]], paths: dict[str, str], rank_of: RankOf, tree: Tree) -> None:
-    """Give each finding in one of `paths` (files as messages show them) its rank, and each in a hidden file."""
+    """Add `rank` to each finding in one of `paths`, and to each in a hidden file or a folder below the root.
+
+    Args:
+        paths: displayed path (as in messages) -> path in the tree.
+    """
     root = f"{tree.display()}/"
     paths = {**{shown: shown.removeprefix(root) for shown in tree.hidden}, **paths}
     listed = {tree.display(path): path for path in tree.listing()}
@@ -140,7 +154,7 @@ def _add_ranks(findings: list[dict[str, Any]], paths: dict[str, str], rank_of: R
 
 
 def _rank_in_folder(tree: Tree, path: str) -> Mapping[str, int] | None:
-    """The rank of a file of another checkpoint below the root, such as verl's `dist_ckpt/`; None where it has none."""
+    """The rank of a file of another checkpoint in a subfolder, such as verl's `dist_ckpt/`; None if it has none."""
     folder = path.rpartition("/")[0]
     if not folder:
         return None
@@ -152,7 +166,7 @@ def _rank_in_folder(tree: Tree, path: str) -> Mapping[str, int] | None:
 
 
 def _each_record_once(findings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The findings without those that name a record which an earlier one names as damaged."""
+    """The findings, with a damaged record that several readers met reported only once."""
     kept: list[dict[str, Any]] = []
     met = set[tuple[str | None, int | None]]()
     for each in findings:
@@ -167,8 +181,11 @@ def _each_record_once(findings: Sequence[dict[str, Any]]) -> list[dict[str, Any]
 def _verify_rest(
     damaged: Damaged, reading: Reading, wanted: Verification, sealed: Checked, on: Device | None, progress: Progress
 ) -> dict[str, Any]:
-    """The document of a checkpoint of which files are damaged: each is a finding, and all others are judged, by their
-    values where their reader can go on without it, else by their checksums."""
+    """The document of a checkpoint with damaged files, each of which is a finding.
+
+    The other files are verified by their values if the reader can go on without the damaged ones, otherwise by their
+    checksums alone.
+    """
     if damaged.opened is not None:
         document = _verify_opened(damaged.opened, damaged.faults, reading, wanted, sealed, on, progress)
         if damaged.unjudged:
@@ -184,7 +201,7 @@ def _verify_rest(
 
 
 def _verify_checksums(damaged: Damaged, wanted: Verification, sealed: Checked) -> dict[str, Any]:
-    """The document of a checkpoint whose reader can't go on without what is damaged."""
+    """The document of a checkpoint whose reader can't go on without the damaged files: only checksums are checked."""
     from ckpt_tool.run.checksum_cover import look
 
     tree = damaged.tree
@@ -218,23 +235,24 @@ def _verify_checksums(damaged: Damaged, wanted: Verification, sealed: Checked) -
 
 @dataclass(slots=True)
 class _Read:
-    """What is known of the values: what the headers say, and more once `_read_all` has read them."""
+    """What is known about the values: at first from the headers, completed by `_read_all`."""
 
     findings: list[dict[str, Any]]
     digests: dict[TensorKey, str]
     nonfinite: dict[str, int] = field(default_factory=dict)
-    # files with bytes that no checksum covers, None where nobody looked
+    # files with bytes that no checksum covers; None if they were not looked for (mode "quick")
     uncovered: list[dict[str, Any]] | None = None
 
 
 def _read_all(
     opened: Opened, broken: Container[str | None], on: Device | None, progress: Progress, read: _Read
 ) -> None:
-    """Read every tensor that is not in `broken`, and every record; what is found goes to `read`."""
+    """Read every tensor that is not in `broken`, and every other record of the files; the results go to `read`."""
     catalog = opened.catalog
     records = list[CkptError]()
 
     def note(fault: CkptError) -> None:
+        """Collect an error. Damaged records wait, since `_files` can name the tensors in them."""
         if fault.code == DAMAGED:
             records.append(fault)
         else:
@@ -259,8 +277,11 @@ def _read_all(
 
 
 def _digest_finding(opened: Opened, key: TensorKey, digest: str) -> dict[str, Any]:
-    """The finding on a tensor whose values have another digest than was recorded. A digest is of the whole tensor, so
-    several files that hold parts of it any may be the damaged one: all are named."""
+    """The finding for a tensor whose values do not have the recorded digest.
+
+    A digest covers the entire tensor, so if several files hold parts of it, any of them may be the damaged one: the
+    finding names them all.
+    """
     catalog = opened.catalog
     message = f"the values have digest {digest}, recorded was {catalog.digests[key]}"
     paths = sorted({chunk.array.file for chunk in catalog.tensors[key].chunks if chunk.box.numel})
@@ -271,8 +292,9 @@ def _digest_finding(opened: Opened, key: TensorKey, digest: str) -> dict[str, An
 
 
 def _quantised_faults(opened: Opened, reading: Reading, wanted: Verification) -> list[CkptError]:
-    """Parts of quantised weights that are missing or do not fit; [] for most checkpoints, which have no codes."""
-    has_columns = any(row.shape[1:] == (1,) for row in opened.catalog.rows())  # bitsandbytes may call its bytes bf16
+    """Errors for parts of quantised weights that are missing or do not fit; [] for a checkpoint without codes."""
+    # bitsandbytes stores 4-bit codes as columns of shape (n, 1), possibly with the dtype bf16, so dtypes do not suffice
+    has_columns = any(row.shape[1:] == (1,) for row in opened.catalog.rows())
     if not has_columns and not has_codes(row.dtype for row in opened.catalog.rows()):
         return []
     from ckpt_tool.quantised.part_faults import faults_of
@@ -282,14 +304,16 @@ def _quantised_faults(opened: Opened, reading: Reading, wanted: Verification) ->
 
 
 def _sealed(src: str, reading: Reading, wanted: Verification, progress: Progress) -> Checked:
-    """What was signed and attested of its files, where anything was: in the folder that was given, or in the one that
-    it leads to."""
+    """The comparison of the files with their signature and attestation, if there are any.
+
+    The signature is looked for in the given folder, then in the folder that it resolves to (the step of a run).
+    """
     from ckpt_tool.signing.checked import Checked, check
     from ckpt_tool.signing.statements import SIGNATURE_FILE
 
     given = open_tree(src, follow_symlinks=reading.follow_symlinks)
     trees = [given] if given.single is None else []
-    with suppress(CkptError):  # opening it will say why
+    with suppress(CkptError):  # the same error is raised again, and reported, when the checkpoint is opened
         trees += [resolve(given, reading)[0]] if trees and not given.exists(SIGNATURE_FILE) else []
     tree = next((tree for tree in trees if tree.single is None and tree.exists(SIGNATURE_FILE)), None)
     if tree is None and wanted.key is None and wanted.attest is None:
@@ -298,7 +322,7 @@ def _sealed(src: str, reading: Reading, wanted: Verification, progress: Progress
 
 
 def _unopened(src: str, wanted: Verification, sealed: Checked, fault: CkptError) -> dict[str, Any]:
-    """The document of a checkpoint that is not what was signed, and does not open either."""
+    """The document of a checkpoint that differs from what was signed and can't be opened either."""
     return {
         "schema_version": 1,
         "ok": False,
@@ -317,7 +341,7 @@ def _unopened(src: str, wanted: Verification, sealed: Checked, fault: CkptError)
 def _digested(
     opened: Opened, keys: Sequence[TensorKey], on: Device | None, progress: Progress, note: Callable[[CkptError], None]
 ) -> tuple[dict[TensorKey, str], dict[str, int]]:
-    """(digests, values that are not finite) of all that can be read; faults go to `note`."""
+    """The digests of all tensors that can be read, and how many of their values are not finite; errors go to `note`."""
     catalog = opened.catalog
     tree = opened.tree
     if on is not None:
@@ -344,10 +368,15 @@ def _digested(
 def _files(
     opened: Opened, keys: Sequence[TensorKey], damaged: Sequence[CkptError]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], set[str]]:
-    """(findings: damaged records of all files, uncovered: files with bytes that no checksum covers, the tensors in the
-    damaged records).
+    """Check the records of all files that have a checksum of their own, such as the members of a zip archive.
 
-    keys: the tensors that were read; damaged: the records that were found damaged then.
+    Args:
+        keys: the tensors that were read; their records need not be read again.
+        damaged: the records that were found damaged while these were read.
+
+    Returns:
+        The findings for damaged records, the files with bytes that no checksum covers, and the names of the tensors in
+        the damaged records.
     """
     from ckpt_tool.run.checksum_cover import look
 
@@ -355,7 +384,7 @@ def _files(
     tree = opened.tree
     there = tree.listing()
     files = [path for path in dict.fromkeys((*catalog.files, *catalog.sidefiles)) if there.get(path, -1) >= 0]
-    holders: dict[tuple[str, int], list[str]] = {}  # of a record: the tensors in it
+    holders: dict[tuple[str, int], list[str]] = {}  # (file, offset) of a record -> the tensors in it
     read = set[tuple[str, int]]()
     covered = dict[str, int]()
     for key, tensor in catalog.tensors.items():
@@ -383,7 +412,7 @@ def _files(
     for fault in faults:
         names = holders.get((shown.get(fault.path or "", ""), fault.offset or 0), [])
         damaged_tensors.update(names)
-        if len(names) > 1:  # tensors that share a storage are damaged together
+        if len(names) > 1:  # tensors that share a storage are views of one record
             fault.key = _first_names(names)
         elif names:
             fault.key = fault.key or names[0]
@@ -398,14 +427,17 @@ def _files(
 
 
 def _first_names(names: Sequence[str]) -> str:
-    """`a, b, c and 4 more`."""
+    """The first names of a list and how many follow: `a, b, c and 4 more`."""
     hidden = len(names) - NAMES_SHOWN
     shown = ", ".join(names[:NAMES_SHOWN])
     return f"{shown} and {hidden} more" if hidden > 0 else shown
 
 
 def _say_how_far(findings: list[dict[str, Any]], opened: Opened) -> None:
-    """Tell in the findings on replicas how far these are apart; the scan ends a tensor at the first difference."""
+    """Add to the findings on differing replicas by how much they differ.
+
+    The scan that found them stopped at the first difference of each tensor, so these tensors are compared again.
+    """
     drifted = {each["tensor"]: each for each in findings if each["code"] == REPLICAS_DIFFER}
     if drifted:
         from ckpt_tool.run import replicas
@@ -424,7 +456,7 @@ def _boolean_findings(counts: dict[str, int]) -> list[dict[str, Any]]:
 
 
 def _drift_findings(catalog: Catalog, opened: Opened, skip: set[Any], on: Device | None) -> list[dict[str, Any]]:
-    """Parameters whose 16-bit model is no rounding of their master weights."""
+    """Findings for parameters whose 16-bit model weights are not the rounded fp32 master weights."""
     if MASTER not in catalog.states():
         return []
     known = frozenset(map(str, skip))
@@ -440,7 +472,7 @@ def _drift_findings(catalog: Catalog, opened: Opened, skip: set[Any], on: Device
 
 
 def _drift_finding(opened: Opened, drift: Drift) -> dict[str, Any]:
-    """The finding on a parameter, with the two files that hold its first element: the model's and the master's."""
+    """The finding for one parameter, with the files that hold its first differing element, of model and master."""
     tensors = opened.catalog.tensors
     keys = (drift.key, drift.key._replace(state=MASTER))
     paths = [_file_of_element(tensors[key], drift.first) for key in keys]
@@ -455,7 +487,7 @@ def _drift_finding(opened: Opened, drift: Drift) -> dict[str, Any]:
 
 
 def _file_of_element(tensor: LogicalTensor, index: Sequence[int]) -> str | None:
-    """The file of the first chunk that holds an element."""
+    """The file of the first chunk that holds the element at `index`, None if no chunk does."""
     for chunk in tensor.chunks:
         box = chunk.box
         if all(low <= at < high for low, at, high in zip(box.offset, index, box.end, strict=True)):
