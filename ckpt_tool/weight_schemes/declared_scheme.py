@@ -1,10 +1,10 @@
-"""Quantisation: what a model's config says of it, and what the tensors' names say where no config is.
+"""Quantisation as declared: what a model's config says of it, or the tensors' names if there is no config.
 
     quantisation({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, names)
       -> DeclaredScheme("fp8", block=(128, 128), ...)
 
-`known` schemes are those whose floats `dequantize` makes. Everything else is moved as it is, and named when somebody
-asks for floats: HQQ, AQLM and others keep codes in orders that need their own kernels' tables.
+`known` schemes are those that `dequantize` can turn into floats. Weights of others are moved as they are, and reported
+if the user asks for floats: HQQ, AQLM and others keep codes in orders that need their own kernels' tables.
 
 Source of the keys: transformers 5.23 `utils/quantization_config.py`, compressed-tensors 0.20
 `quantization/quant_config.py`, GPTQModel 7.7.0 `quantization/config.py` (`_resolve_dynamic_override`).
@@ -28,7 +28,7 @@ from ckpt_tool.weight_schemes.quantised_weights import (
 )
 from ckpt_tool.weight_schemes.weight_layouts import STATED, UNSTATED, Declared, WantedParts
 
-INEXACT = "E1471"  # of weights that `--repack` can't give another layout
+INEXACT = "E1471"  # weights that `--repack` can't convert to another layout without a change
 _NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 _PACKED = ("pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized")
 _FORMATS = (
@@ -41,7 +41,7 @@ _FORMATS = (
     "dense",
 )
 _METHODS = ("fp8", "mxfp8", "mxfp4", "fbgemm_fp8", "modelopt", "modelopt_fp4", "bitsandbytes", "bitnet", "quanto")
-# torchao's configs whose tensors say by names, dtypes and shapes what they are; others' codes only their kernels read
+# torchao's configs whose weights names, dtypes and shapes describe; other configs' codes only their kernels can read.
 _TORCHAO = frozenset(
     """
     Float8WeightOnlyConfig Float8DynamicActivationFloat8WeightConfig Float8StaticActivationFloat8WeightConfig
@@ -52,12 +52,12 @@ _TORCHAO = frozenset(
 )
 _OF_MODULES = ("fqn_to_config", "module_fqn_to_config")
 _BITS = {"gptq": (2, 3, 4, 8), "awq": (4,)}
-# whose names alone don't tell how they are stored
+# Schemes whose names alone don't say how codes are stored.
 _GPTQ_OR_AWQ = "GPTQ or AWQ"
 _MLX = "MLX without its config"
 _QUANTO = "quanto"
 _QUANTO_PACKED = "quanto of 2 or 4 bits"
-# endings of names that only one scheme has
+# Endings of names that only one scheme has -> the scheme.
 _BY_NAME = {
     ".qweight": _GPTQ_OR_AWQ,
     ".qzeros": _GPTQ_OR_AWQ,
@@ -79,7 +79,7 @@ _BY_NAME = {
 
 
 class ModuleRule(NamedTuple):
-    """What GPTQModel's `dynamic` says of the modules whose names begin with `pattern`. None: as all other modules."""
+    """An entry of GPTQModel's `dynamic`: settings of modules whose names begin with `pattern`. None: as in general."""
 
     pattern: str
     bits: int | None
@@ -88,36 +88,37 @@ class ModuleRule(NamedTuple):
 
 
 class DeclaredScheme(NamedTuple):
-    """What a config says of a model's quantised weights, or the names of its tensors where no config does."""
+    """A model's quantisation as its config describes it, or as the names of its tensors suggest without a config."""
 
-    scheme: str  # in words
-    block: tuple[int, ...] = ()  # (rows, columns) that share a scale, () where it is not stated
+    scheme: str  # in words, for the user
+    block: tuple[int, ...] = ()  # (rows, columns) that share a scale, () if not stated
     bits: tuple[int, ...] = ()  # of packed codes, each number that the config names
-    why: str = ""  # why no floats can be made of it, "" where they can
+    why: str = ""  # why it can't be dequantised, "" if it can
 
-    # Of codes packed along their inputs or outputs one of `quantised_weights.ORDERS`, of a stream one of `MODES`.
+    # Of matrices (GPTQ, AWQ) one of `quantised_weights.ORDERS`, of streams (MLX) one of `MODES`.
     order: str = ""
 
-    # MLX: modules that say it for themselves -> (columns that share a scale, bits, mode).
+    # MLX: module with settings of its own -> (columns that share a scale, bits, mode).
     apart: Mapping[str, tuple[int, int, str]] = MappingProxyType({})
 
-    rules: tuple[ModuleRule, ...] = ()  # GPTQModel's `dynamic`, in its order
-    symmetric: bool = False  # are the zero points of all modules without a rule of their own the middle?
-    declared: Declared = UNSTATED  # what it says of the parts of weights
+    rules: tuple[ModuleRule, ...] = ()  # GPTQModel's `dynamic`, in its order: the first that fits counts
+    symmetric: bool = False  # is the zero point the middle in modules that no rule is about?
+    declared: Declared = UNSTATED  # what the config says of the parts of weights
     trits: str = ""  # how BitNet's scale is applied, one of `quantised_weights.TRIT_SCALES`
 
     @property
     def known(self) -> bool:
+        """Can `dequantize` make floats of it?"""
         return not self.why
 
     @property
     def wants_config(self) -> bool:
-        """Can nobody read the weights, since what their names tell is not enough and no config says the rest?"""
+        """Are the weights unreadable because names are not enough and no config gives the rest?"""
         return self.scheme in (_GPTQ_OR_AWQ, _MLX)
 
     @property
     def found_by(self) -> dict[str, Any]:
-        """What `quantised_weights.find` wants to know of it."""
+        """The keyword arguments that `quantised_weights.find` needs for this scheme."""
         own = self.bits_of if self.rules else None
         check = self.declared.check if self.known else None
         return {
@@ -131,18 +132,21 @@ class DeclaredScheme(NamedTuple):
         }
 
     def bits_of(self, module: str) -> int:
-        """Of a module's codes."""
+        """Bits of the codes of a module."""
         rule = self.rule_of(module)
         return self.bits[0] if rule is None or rule.bits is None else rule.bits
 
     def symmetric_in(self, module: str) -> bool:
-        """Are a module's zero points the middle?"""
+        """Is the middle the zero point of all codes of a module?"""
         rule = self.rule_of(module)
         return self.symmetric if rule is None or rule.symmetric is None else rule.symmetric
 
     def rule_of(self, module: str) -> ModuleRule | None:
-        """The first that fits. Where it is not the writer's (a pattern without special characters is a whole name to
-        GPTQModel 7.7, a beginning to older ones and vLLM; one may take too long), shapes and zero points tell."""
+        """The first rule that fits a module, None if none does.
+
+        It may not be the rule that the writer used: to GPTQModel 7.7 a pattern without special characters is a full
+        name, to older versions and vLLM the beginning of one. Shapes and zero points reveal the difference later.
+        """
         try:
             number = first_at_the_front([rule.pattern for rule in self.rules], module)
         except NotUnderstood:
@@ -151,8 +155,10 @@ class DeclaredScheme(NamedTuple):
 
 
 def quantisation(config: Mapping[str, Any] | None, names: Iterable[str] = ()) -> DeclaredScheme | None:
-    """What the config says, else what the names tell; None where neither says anything. Never raises: what is no
-    quantisation config at all is an unknown one."""
+    """The scheme that the config declares, else the one that the names suggest, None if there is neither.
+
+    Never raises: a section that is not about quantisation at all gives an unknown scheme.
+    """
     stated = section(config or {})
     if stated is None:
         return _recognise_names(names)
@@ -178,14 +184,14 @@ def quantisation(config: Mapping[str, Any] | None, names: Iterable[str] = ()) ->
 
 
 def found_by(scheme: DeclaredScheme | None, tensors: Mapping[str, TensorKind], *, checked: bool = True) -> FoundWeights:
-    """What is quantised among the tensors, and where that is asked for what of it does not fit the scheme, or any where
-    none is stated."""
+    """Find the quantised weights among tensors, given the scheme of the model. checked: add the faults of weights that
+    don't fit the scheme; if none is declared, of weights that fit no known layout."""
     how = scheme.found_by if scheme else {"check": UNSTATED.check}
     return find(tensors, **(how if checked else {**how, "check": None}))
 
 
 def _read_gptq_or_awq(method: str, stated: Mapping[str, Any]) -> DeclaredScheme:
-    """GPTQ, whose zero points are one too low unless it says `gptq_v2`, and AWQ's `gemm`."""
+    """GPTQ, where a stored zero point is one too low unless the format is `gptq_v2`, and AWQ's `gemm`."""
     bits = stated.get("bits", 4)
     layout = str(stated.get("checkpoint_format") or stated.get("version") or "").lower()
     orders = {"gptq": {"": "gptq", "gptq": "gptq", "gptq_v2": "gptq_v2"}, "awq": {"": "awq", "gemm": "awq"}}
@@ -196,7 +202,7 @@ def _read_gptq_or_awq(method: str, stated: Mapping[str, Any]) -> DeclaredScheme:
         why = rules
         rules = ()
     every = (bits, *(rule.bits for rule in rules if rule.bits is not None))
-    strange = [each for each in every if type(each) is not int or each not in _BITS[method]]  # 4.0 is no number of bits
+    strange = [each for each in every if type(each) is not int or each not in _BITS[method]]  # 4.0 is refused too
     if strange:
         why = f"codes of {strange[0]!r} bits"
     if why:
@@ -206,7 +212,7 @@ def _read_gptq_or_awq(method: str, stated: Mapping[str, Any]) -> DeclaredScheme:
 
 
 def _declare_matrices(found: DeclaredScheme, stated: Mapping[str, Any]) -> Declared:
-    """What a config of GPTQ or AWQ says of each module's groups."""
+    """The size of groups in each module, as a config of GPTQ or AWQ says it."""
     group = stated.get("group_size", stated.get("q_group_size"))
     needs = frozenset({"g_idx"} if stated.get("desc_act") is True and found.scheme == "gptq" else ())
 
@@ -221,8 +227,8 @@ def _declare_matrices(found: DeclaredScheme, stated: Mapping[str, Any]) -> Decla
 
 
 def _read_bitnet(stated: Mapping[str, Any]) -> DeclaredScheme:
-    """BitNet: `bitlinear` divides by the scale of a weight, `autobitlinear` multiplies with it, unless it quantises
-    while it computes and stores floats (`online`)."""
+    """BitNet: `bitlinear` divides by a weight's scale, `autobitlinear` multiplies with it. In its mode `online` it
+    stores floats and quantises as it computes."""
     kind = str(stated.get("linear_class", "bitlinear"))
     mode = str(stated.get("quantization_mode", "offline"))
     if kind not in ("bitlinear", "autobitlinear"):
@@ -234,7 +240,7 @@ def _read_bitnet(stated: Mapping[str, Any]) -> DeclaredScheme:
 
 
 def _declare_parts(method: str, stated: Mapping[str, Any], block: tuple[int, ...]) -> Declared:
-    """What a config of one of `_METHODS` says of the parts of its weights."""
+    """What a config of one of `_METHODS` says of the parts of weights."""
     if method == "fp8":
         return Declared(_list_fp8_parts(stated, block), is_stated=True)
     if method == "mxfp8":
@@ -248,13 +254,13 @@ def _declare_parts(method: str, stated: Mapping[str, Any], block: tuple[int, ...
     return QUANTO if method == _QUANTO else STATED
 
 
-# quanto has a scale for each row, whatever its kind
+# quanto: a scale for each row, for all dtypes of weights.
 QUANTO = Declared((WantedParts(frozenset({"quanto"}), (1, 0)),), is_stated=True)
 
 
 def _list_fp8_parts(stated: Mapping[str, Any], block: tuple[int, ...]) -> tuple[WantedParts, ...]:
-    """Blocks as the config says; where it says none, of 128 as transformers has it, or one scale a tensor or a row. FP4
-    weights beside them (DeepSeek V4's experts) have groups of their own."""
+    """The block of FP8 weights: as the config says, else one scale a tensor, one a row, or 128 x 128 (as in transformers).
+    FP4 weights in the same model (DeepSeek V4's experts) have groups of their own."""
     fp8 = frozenset({"fp8", "int8"})
     beside = WantedParts(frozenset({"fp4"}))
     if len(block) == 2:
@@ -263,6 +269,7 @@ def _list_fp8_parts(stated: Mapping[str, Any], block: tuple[int, ...]) -> tuple[
 
 
 def _list_bitsandbytes_parts(stated: Mapping[str, Any]) -> tuple[WantedParts, ...]:
+    """4 or 8 bits, as the config says; either if it does not."""
     four = frozenset({"bitsandbytes of 4 bits"})
     eight = frozenset({"bitsandbytes of 8 bits"})
     if stated.get("load_in_4bit") is True:
@@ -281,7 +288,7 @@ _MODELOPT = {
 
 
 def _declare_modelopt(stated: Mapping[str, Any]) -> Declared:
-    """ModelOpt: one algorithm for all modules, or one for each by its name."""
+    """NVIDIA's ModelOpt: one algorithm for all modules, or one for each module by name."""
     layers = stated.get("quantized_layers")
     rows = layers.items() if isinstance(layers, dict) else ()
     apart = {
@@ -294,8 +301,11 @@ def _declare_modelopt(stated: Mapping[str, Any]) -> Declared:
 
 
 def _read_dynamic(stated: Any) -> tuple[ModuleRule, ...] | str:
-    """The rules of GPTQModel's `dynamic`: {pattern: what replaces the config's values}, the first that fits counts;
-    `-:` before a pattern leaves modules as they are, `+:` says nothing. In words why they are not read."""
+    """The rules of GPTQModel's `dynamic`, or in words why they can't be read.
+
+    `dynamic` is {pattern: values that replace the config's}; the first pattern that fits counts. `-:` in front of a
+    pattern excludes modules from quantisation, `+:` in front means nothing.
+    """
     found = []
     for key, values in stated.items() if isinstance(stated, dict) else ():
         pattern = key.removeprefix("-:") if key.startswith("-:") else key.removeprefix("+:")
@@ -319,7 +329,7 @@ def _read_dynamic(stated: Any) -> tuple[ModuleRule, ...] | str:
 
 
 def _read_torchao(stated: Mapping[str, Any]) -> DeclaredScheme:
-    """torchao: one config for all modules, or one for each name or pattern."""
+    """torchao: one config for all modules, or one for each module by name or pattern."""
     kind = stated.get("quant_type")
     whole = kind.get("default") if isinstance(kind, dict) else None
     data = whole.get("_data") if isinstance(whole, dict) else None
@@ -338,7 +348,7 @@ def _read_torchao(stated: Mapping[str, Any]) -> DeclaredScheme:
 
 
 def _name_config(words: str) -> str:
-    """torchao's config of what configs called it before.
+    """The name of torchao's config class, from the older notation in words.
 
     >>> _name_config("int8_dynamic_activation_int8_weight")
     'Int8DynamicActivationInt8WeightConfig'
@@ -347,10 +357,10 @@ def _name_config(words: str) -> str:
 
 
 def _read_mlx(stated: Mapping[str, Any]) -> DeclaredScheme:
-    """MLX: what holds for all modules, and for those that are named apart."""
+    """MLX: settings of all modules, and of modules that have their own."""
     named = {name: each for name, each in stated.items() if isinstance(each, dict)}
     whole = stated["group_size"], stated["bits"], stated.get("mode", AFFINE)
-    apart = {  # a module's mode is not that of all others: mlx-lm hands on what stands there alone
+    apart = {  # the mode is not inherited: mlx-lm passes on only what the module's own entry contains
         name: (each.get("group_size", whole[0]), each.get("bits", whole[1]), each.get("mode", AFFINE))
         for name, each in named.items()
     }
@@ -368,7 +378,7 @@ def _read_mlx(stated: Mapping[str, Any]) -> DeclaredScheme:
 
 
 def section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The part of a config that is about quantisation, at its top or in that of its text model."""
+    """The section of a config that is about quantisation, at its top or in its text model's; None without one."""
     for place in (config, *(config[name] for name in _NESTED if isinstance(config.get(name), dict))):
         for key in CONFIG_KEYS:
             if isinstance(place.get(key), dict) and place[key]:
@@ -378,7 +388,7 @@ def section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def of_quantiser(file: str, stated: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What one of `QUANTISER_FILES` says, in the words of a config's section; None where it says nothing.
+    """The contents of one of `QUANTISER_FILES`, translated to a config's section; None if it declares nothing.
 
     AutoGPTQ and GPTQModel (`quantize_config.json`), AutoAWQ (`quant_config.json`) and NVIDIA's ModelOpt
     (`hf_quant_config.json`) each have a file of their own.
@@ -399,7 +409,7 @@ def of_quantiser(file: str, stated: Mapping[str, Any]) -> Mapping[str, Any] | No
 
 
 def without(config: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-    """The config without `keys`, at its top and in those of its parts that are models.
+    """The config without `keys`, at its top and in the configs of the models inside it.
 
     >>> without({"a": 1, "text_config": {"quantization_config": {}}}, CONFIG_KEYS)
     {'a': 1, 'text_config': {}}
@@ -413,7 +423,7 @@ def without(config: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
 
 
 def _read_compressed(stated: Mapping[str, Any]) -> DeclaredScheme:
-    """compressed-tensors: the formats of all groups, and what no floats can be made of."""
+    """compressed-tensors: formats, bits and blocks of all groups, and what prevents dequantising."""
     groups = stated.get("config_groups")
     rows = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
     formats = list(
@@ -449,7 +459,7 @@ def _read_compressed(stated: Mapping[str, Any]) -> DeclaredScheme:
     return DeclaredScheme(named, block, bits, why, declared=Declared(groups, is_stated=True))
 
 
-# format of compressed-tensors -> its layout
+# Format of compressed-tensors -> the name of its layout in `weight_layouts.LAYOUTS`.
 _LAYOUTS = {
     "pack-quantized": "packed integers",
     "float-quantized": "fp8",
@@ -461,7 +471,7 @@ _LAYOUTS = {
 
 
 def _read_group(row: Mapping[str, Any], form: str) -> WantedParts:
-    """What one of compressed-tensors' groups says of its modules."""
+    """What a group of compressed-tensors' config says of its modules."""
     weights = row.get("weights")
     if not isinstance(weights, dict):
         return WantedParts()
@@ -481,10 +491,10 @@ _WITHOUT_GROUPS = {None: "tensor", -1: "channel"}  # group_size -> strategy
 
 
 def _find_block(weights: Mapping[str, Any]) -> tuple[int, int] | None:
-    """The codes that share a scale by a group's strategy, None where it says none that is known."""
+    """The block that a group's strategy implies, (rows, columns), 0 for all; None if the strategy is unknown."""
     group = weights.get("group_size")
     strategy = weights.get("strategy")
-    if strategy is None:  # as compressed-tensors completes it
+    if strategy is None:  # the default that compressed-tensors derives from group_size
         strategy = "group" if group is not None and group != -1 else _WITHOUT_GROUPS[group]
     if strategy == "tensor":
         return 0, 0
@@ -501,8 +511,10 @@ def _find_block(weights: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _recognise_names(names: Iterable[str]) -> DeclaredScheme | None:
-    """The scheme that the first name of one scheme alone tells; of quanto all names, since codes of 2 and 4 bits have a
-    shift beside them."""
+    """The scheme of the first name that only one scheme has; None without such a name.
+
+    For quanto all names are searched: codes of 2 and 4 bits differ from 8 bits only by the `_shift` stored with them.
+    """
     names = iter(names)
     for name in names:
         found = _find_scheme_of_name(name)
@@ -515,7 +527,7 @@ def _recognise_names(names: Iterable[str]) -> DeclaredScheme | None:
 
 
 def is_of_one_scheme(name: str) -> bool:
-    """Does only one scheme call a tensor so?
+    """Does only one scheme use such a name for a tensor?
 
     >>> is_of_one_scheme("model.layers.0.mlp.up_proj.W_q"), is_of_one_scheme("model.layers.0.mlp.up_proj.weight")
     (True, False)
@@ -524,5 +536,6 @@ def is_of_one_scheme(name: str) -> bool:
 
 
 def _find_scheme_of_name(name: str) -> str | None:
+    """Look up the last one or two components of the name."""
     dot = name.rfind(".")
     return _BY_NAME.get(name[dot:]) or _BY_NAME.get(name[name.rfind(".", 0, dot) :])

@@ -1,11 +1,11 @@
-"""The types of tensors in GGUF files, as dtypes: those that the house has, and types of blocks.
+"""The tensor types of GGUF files, as dtypes: those that ckpt knows anyway, and types made of blocks.
 
     of_number(12)   Q4_K: items of 144 bytes, each 256 elements of a row; `--dequantize` makes floats of them
     of_number(1)    F16
-    of_number(0, big=True)   F32_BE: an fp32 whose bytes lie the other way round; `--dequantize` turns them
+    of_number(0, big=True)   F32_BE: fp32 in big-endian byte order; `--dequantize` swaps the bytes
 
 Numbers, elements and bytes of a block: gguf 0.19.0 `constants.py` (`GGMLQuantizationType`, `GGML_QUANT_SIZES`) and
-llama.cpp of October 2026 `ggml.h`; 4, 5, 31 to 33 and 36 to 38 were given up. Cost: a look-up.
+llama.cpp of October 2026 `ggml.h`; llama.cpp has given up the numbers 4, 5, 31 to 33 and 36 to 38. Cost: a look-up.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ KINDS = tuple(
     GgufType(int(number), name, int(elements), int(nbytes))
     for number, name, elements, nbytes in (row.split() for row in _TABLE.split(","))
 )
-# `general.file_type` of files that are mostly of a type (`LlamaFileType`)
+# `general.file_type` of a file most of whose tensors have this type (`LlamaFileType`).
 FILE_TYPES = {
     "F32": 0,
     "F16": 1,
@@ -51,7 +51,7 @@ FILE_TYPES = {
     "TQ2_0": 37,
     "MXFP4": 38,
 }
-# What no floats are made of: they never lie in files
+# Types that llama.cpp uses only while it computes, never in files, so there are no floats to make of them.
 NO_FLOATS = frozenset(("Q8_1", "Q8_K"))
 _BIG = "_BE"
 _BY_NUMBER = {kind.number: kind for kind in KINDS}
@@ -60,28 +60,29 @@ _BY_NAME = {kind.name: kind for kind in KINDS}
 
 @cache
 def of_number(number: int, *, big: bool = False) -> DType | None:
-    """The dtype of a type's number, None for a number that is none. big: of a file of big-endian numbers."""
+    """The dtype of a GGUF type number, None if the number is unknown. big: the file is big-endian."""
     kind = _BY_NUMBER.get(number)
     return None if kind is None else _dtype(kind, big=big)
 
 
 @cache
 def of_name(name: str) -> DType:
-    """The dtype of a type's name. Raises KeyError."""
+    """The dtype of a GGUF type name. Raises KeyError for an unknown name."""
     return _dtype(_BY_NAME[name], big=False)
 
 
 def _dtype(kind: GgufType, *, big: bool) -> DType:
+    """The dtype of a GGUF type; types of one byte have no byte order."""
     if kind.elements == 1 and (not big or kind.nbytes == 1):
         return DTYPES[kind.name]
     return DType(kind.name + _BIG * big, 8 * kind.nbytes, f"V{kind.nbytes}", False, None, kind.elements)
 
 
 def kind_of(dtype: DType) -> GgufType:
-    """The type that has this dtype. Raises KeyError where GGUF has none such: `holds` says which."""
+    """The GGUF type that has this dtype. Raises KeyError if GGUF has no such type."""
     return _BY_NAME[dtype.name.removesuffix(_BIG)]
 
 
 def is_big(dtype: DType) -> bool:
-    """Do its bytes lie the other way round?"""
+    """Are the bytes of this dtype in big-endian order?"""
     return dtype.coded and dtype.name.endswith(_BIG)

@@ -1,9 +1,8 @@
-"""Quantised optimizer states of Paddle (`ckpt_quant_stage` O1 and O2): what is stored, and under which states it is
-shown.
+"""Quantised optimizer states of Paddle (`ckpt_quant_stage` O1 and O2): what is stored, and the state names it gets.
 
-The one idea: a quantised moment is no moment until somebody dequantises it, so it gets a state of its own that no
-trainer mistakes for one, and its scales travel beside it under the same parameter. Nothing is lost by moving them as
-they are.
+The one idea: a quantised moment is unusable as a moment until it is dequantised, so it gets a state name of its own
+that no trainer mistakes for a moment, and its scales are kept under the same parameter. Nothing is lost by moving them
+as they are.
 
     file key                    dtype, shape        state                        stage
     K/moment1_0                 I8 as K             exp_avg@int8                 O1
@@ -23,7 +22,7 @@ O2 stores no `K/moment1_0`, though the index still names it; `total_size` counts
 Source: PaddleFormers 1.2.0 `quantization/unified_checkpoint_quantization.py`, `checkpoint_quantization_utils.py`
 (`qdq_weight`, `asymmetry_qdq_weight`, `group_wise_quant_dequant`, `merge_int4`). The arithmetic is `quantised`.
 
-A catalog that holds such states says so: `QuantisedStates("paddle", "O1", 0)`.
+A catalog that holds such states carries the hint `QuantisedStates("paddle", "O1", 0)`.
 """
 
 from __future__ import annotations
@@ -49,16 +48,16 @@ GROUP = 32  # rows of O2 that share a scale
 
 @dataclass(frozen=True, slots=True)
 class QuantisedStates(Hint):
-    """That a source holds such states."""
+    """A hint that a source holds quantised optimizer states of Paddle."""
 
     KEY: ClassVar[str] = "quantised"
     kind: str
     stage: str
-    resume_times: int  # how often they were read and written since
+    resume_times: int  # the index's `quant_ckpt_resume_times`: how often they were read and written since
 
 
 class PaddleQuantised(NamedTuple):
-    """One state to be made: `made` (F32, of the shape of `stored`) from `stored` and its scales, all of one
+    """How to make one state, `made` (F32, of the shape of `stored`), from `stored` and its scales. All belong to one
     parameter."""
 
     made: str
@@ -80,7 +79,7 @@ STATES = frozenset((FIRST8, FIRST_SCALES, SECOND8, SECOND_LOW, SECOND_HIGH, PACK
 
 
 def recipes_of(states: Sequence[str]) -> tuple[PaddleQuantised, ...]:
-    """What the quantised states of one parameter come to; () where it has none.
+    """The recipes that the quantised states of one parameter allow; () if none of its states is quantised.
 
     >>> [recipe.made for recipe in recipes_of(["exp_avg@int8", "exp_avg@scales", "beta1_pow_acc"])]
     ['exp_avg']

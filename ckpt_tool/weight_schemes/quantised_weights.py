@@ -1,8 +1,8 @@
 """Quantised weights: which tensors of a checkpoint belong together, by names, dtypes and shapes.
 
-The one idea: a quantised weight is a `Quantised`: the tensor that holds its codes (`lead`), what is stored beside it
-under a role, and how many codes share a scale along each dim (`block`). Nobody needs to know more, neither to move it
-(a cut has to fall on `block`), nor to count it, nor to make floats of it.
+The one idea: a quantised weight is a `Quantised`: the tensor that holds its codes (`lead`), the other tensors it needs,
+each under a role, and how many codes share a scale along each dim (`block`). This is all that is needed to move it (a
+cut has to fall on `block`), to count it, and to make floats of it.
 
     m.weight F8_E4M3 [256, 512], m.weight_scale_inv F32 [2, 4]
       -> Quantised("m.weight", BYTES, "m.weight", {"scale": "m.weight_scale_inv"}, shape=(256, 512), block=(128, 128),
@@ -10,7 +10,7 @@ under a role, and how many codes share a scale along each dim (`block`). Nobody 
 
 What is recognised (the arithmetic is in `quantised.codecs.codec`):
 
-    codes            beside it                          who writes it
+    codes            other tensors              who writes it
     X    F8_*, I8    X_scale_inv                        fine-grained FP8: DeepSeek V3, Qwen3-FP8, transformers
     X    I8, F4      X_scale_inv, grid of [1, 32]       FP4 experts of DeepSeek V4: two codes a byte, low half first
     m.weight         m.scale or m.qscale_weight         the same: DeepSeek's own names, Mistral's
@@ -34,10 +34,10 @@ What is recognised (the arithmetic is in `quantised.codecs.codec`):
 
 Scales are over the last two dims: one number, one a row ([rows] or [rows, 1]), or a grid whose last blocks may be short
 ([ceil(rows / a), ceil(cols / b)]); leading dims (experts) are the codes' own. F8_E8M0 and U8 scales are powers of two,
-2^(byte - 127), and byte 255 is NaN. Scales of torchao's MXTensor and NVFP4Tensor may lie in tiles (`tiled`).
+2^(byte - 127), and byte 255 is NaN. Scales of torchao's MXTensor and NVFP4Tensor may be stored in tiles (`tiled`).
 Sources: transformers 5.23 (`integrations/finegrained_fp8.py`, `integrations/mxfp4.py`), compressed-tensors 0.20
 (`compressors/`), DeepSeek-V3 `inference/fp8_cast_bf16.py`, torchao 0.18 (`prototype/safetensors/`).
-Cost: some us a name. What it does not do: read a value, a file or a config (`weight_schemes.declared_scheme`).
+Cost: some us a name. What it does not do: read a value, a file or a config (that is `weight_schemes.declared_scheme`).
 """
 
 from __future__ import annotations
@@ -52,30 +52,32 @@ from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.integers import ceil_div
 
 Shape = tuple[int, ...]
+# How the codes of a weight are stored in its `lead` (`Quantised.codes`).
 BYTES = "bytes"
 NIBBLES = "nibbles"
 WORDS = "words"
 TURNED = "turned nibbles"
 MATRIX = "words of a transposed matrix"
-# bitsandbytes: 4 bits, 8 bits
+# bitsandbytes: TABLED has 4 bits a code (numbers of the table that is stored with the weight), OF_127 has 8
 TABLED = "numbers of a table"
 OF_127 = "bytes of which 127 is the largest"
 STREAM = "a stream of bits"  # MLX
-# where configs keep it; the second is compressed-tensors' old name, the third MLX's
+# The keys under which configs keep their section; the second is compressed-tensors' old name, the third MLX's.
 CONFIG_KEYS = ("quantization_config", "compression_config", "quantization")
-# what some tools write beside a config: ModelOpt, GPTQ, AWQ
+# Files in which quantisation tools repeat or replace the config's section: ModelOpt, GPTQ, AWQ.
 QUANTISER_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-TRITS = "four codes of two bits a byte"  # BitNet: of rows that are a quarter of all apart
-ORDERS = ("gptq", "gptq_v2", "awq")  # of a MATRIX's codes, as `declared_scheme` finds it in the config
-TILED = "scales in tiles"  # an order too: what its scales are in
-TRIT_SCALES = ("divided", "multiplied")  # an order too: how the scale of TRITS is applied
+TRITS = "four codes of two bits a byte"  # BitNet: the four codes of a byte are a quarter of all rows apart
+
+# Values of `Quantised.order`: what dtypes and shapes alone do not say about the order of codes or scales.
+ORDERS = ("gptq", "gptq_v2", "awq")  # for a MATRIX, read from the config by `declared_scheme`
+TILED = "scales in tiles"  # the scales are stored tile by tile, see `tiled`
+TRIT_SCALES = ("divided", "multiplied")  # for TRITS: is the weight code / scale or code * scale?
 AFFINE = "affine"
 MODES = {AFFINE: None, "mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}  # of a STREAM: its only (columns, bits)
-CODES = frozenset(
-    {"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8", "F4"}
-)  # dtypes that are codes, as it seems
+# Dtypes that usually are the codes of a quantised weight.
+CODES = frozenset({"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8", "F4"})
 DTYPES = CODES | {"U8", "I32", "U32"}  # a checkpoint without any of these has nothing quantised
-WIDTH = 128  # codes of a block where nothing says another number
+WIDTH = 128  # codes of a block if neither config nor shapes say another number; DeepSeek's releases have it
 SCALE_INV = "_scale_inv"
 SCALE = "_scale"
 SCALES = "_scales"
@@ -100,21 +102,21 @@ _ROLES = {
     "_g_idx": "g_idx",
 }
 ENDINGS = {role: ending for ending, role in _ROLES.items()}
-# what the names of codes end in: torchao, quanto, GPTQ
+# What the names of codes end in: torchao, quanto, GPTQ and AWQ.
 QDATA = "_qdata"
 DATA = "._data"
 QWEIGHT = ".qweight"
-_OF_SUBCLASS = ("scale", "zero_point", "per_tensor_scale")  # roles of a torchao weight's parts, as these are called
+_OF_SUBCLASS = ("scale", "zero_point", "per_tensor_scale")  # roles of a torchao weight's parts; the names end in them
 _PRE_SCALE = "act_pre_scale"
-SUBCLASS_ROLES = (  # of torchao's, the longer before what they end in
+SUBCLASS_ROLES = (  # roles in torchao's names; a longer one precedes its own ending, as the first match counts
     *("qdata", "act_quant_scale", "act_quant_zero_point", "act_per_tensor_scale", _PRE_SCALE),
     *("per_tensor_scale", "zero_point", "scale"),
 )
-TILE = (128, 4)  # scales of a tile, which lie as (32, 4, 4): row mod 32, row div 32, column
+TILE = (128, 4)  # rows and columns of scales in a tile, stored as (32, 4, 4): row mod 32, row div 32, column
 _OF_QUANTO = (DATA, "._scale", "._shift")
 _PART = (*_OF_QUANTO, *_SCALES, *_OF_MODULE, *_ROLES, SCALES, BLOCKS, PACKED, _SCB, _FORMAT)
 TABLES = (_ABSMAX, *_OF_TABLE.values(), *_STATES)
-# what a quantised model keeps of its activations and its cache: nothing that a weight is made of
+# Scales of activations and of the KV cache, which quantised models store too: no weight is computed from them.
 _ACTIVATIONS = tuple(
     """
     input_scale output_scale activation_scale input_zero_point output_zero_point input_global_scale
@@ -125,66 +127,66 @@ _ACTIVATIONS = tuple(
 
 
 class TensorKind(NamedTuple):
-    """A tensor as far as a header states it."""
+    """Dtype and shape of a tensor, which is all that a file's header says of it."""
 
     dtype: DType
     shape: Shape
 
 
 class Quantised(NamedTuple):
-    """One quantised weight."""
+    """A quantised weight: the tensors it is stored in, and how its values follow from them."""
 
-    made: str  # what it is called when it is floats
-    codes: str  # how its values are stored in `lead`
-    lead: str
-    parts: Mapping[str, str]  # role -> tensor beside it
-    # of the values as stored, in elements; codes TURNED and MATRIX are floats of shape (..., cols, rows) when made
+    made: str  # name of the weight once it is dequantised
+    codes: str  # how its values are stored in `lead`: BYTES, NIBBLES, WORDS, ...
+    lead: str  # name of the tensor that holds the codes
+    parts: Mapping[str, str]  # role -> name of another tensor of the weight
+    # Of the values as stored, in elements. Codes TURNED and MATRIX are transposed: the floats are (..., cols, rows).
     shape: Shape
-    # codes that share a scale along each of the last two dims of `shape`, (rows, cols)
+    # Codes that share a scale along each of the last two dims of `shape`, (rows, cols).
     block: tuple[int, int]
     bits: int  # of a code
-    order: str = ""  # of a MATRIX, one of ORDERS; of a STREAM, one of MODES; of others TILED or ""
+    order: str = ""  # for a MATRIX one of ORDERS, a STREAM one of MODES, TRITS one of TRIT_SCALES; else TILED or ""
 
     @property
     def turns(self) -> bool:
-        """Are the floats the values turned?"""
+        """Is the weight the transpose of the stored values?"""
         return self.codes in (TURNED, MATRIX)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every tensor of it."""
+        """The names of all tensors of the weight, codes first."""
         return (self.lead, *self.parts.values())
 
     @property
     def floats(self) -> Shape:
-        """The shape of the floats."""
+        """The shape of the weight once it is dequantised."""
         return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.turns else self.shape
 
 
 class Units(NamedTuple):
-    """How a weight and its parts may be cut."""
+    """How a tensor of a quantised weight may be cut into shards."""
 
-    lead: str
-    made: str  # the weight
-    # along each dim of the tensor that holds the codes, the pieces that must stay whole, 1 where it can't be cut
+    lead: str  # the tensor that holds the weight's codes
+    made: str  # name of the weight
+    # Number of equal pieces along each dim of `lead` that may not be cut any further; 1 if the dim can't be cut at all.
     whole: Shape
-    mine: Shape  # the same of this tensor, 1 where it is shared by all pieces
+    mine: Shape  # the same for this tensor; 1 along dims that all pieces share
 
 
 class WeightFault(NamedTuple):
-    """What does not fit: a scale that is missing or has another shape."""
+    """A tensor that does not fit its weight: a scale that is missing or has another shape, say."""
 
     name: str
-    what: str
-    lacking: bool  # it is missing
+    what: str  # the reason, for the user
+    lacking: bool  # is something missing (or else wrong)?
 
 
 class FoundWeights(NamedTuple):
-    """What is quantised among some tensors."""
+    """The quantised weights among some tensors, and what looks like one but does not fit."""
 
     weights: Mapping[str, Quantised]  # by the name of the tensor that holds the codes
-    beside: tuple[str, ...]  # scales of activations and caches
-    faults: tuple[WeightFault, ...]  # what does not fit
+    beside: tuple[str, ...]  # scales of activations and caches, which belong to no weight
+    faults: tuple[WeightFault, ...]
 
     @property
     def names(self) -> frozenset[str]:
@@ -208,11 +210,16 @@ def find(
     check: Check | None = None,
     trits: str = "",
 ) -> FoundWeights:
-    """What is quantised among `tensors`. block: (rows, cols) that the config says share a scale; bits: of packed codes;
-    order: of those of matrices and of streams, where the config says that they are such; apart: of MLX, (columns that
-    share a scale, bits, mode) of modules that have their own; own: of a matrix's module its bits, where these differ;
-    check: what compares the weights with their scheme (`weight_layouts.Declared.check`); trits: of BitNet's codes, one
-    of `TRIT_SCALES`, where the config says that they are such.
+    """Find the quantised weights among `tensors`.
+
+    Args:
+        block: (rows, cols) that share a scale according to the config.
+        bits: of packed codes, according to the config.
+        order: of the codes of matrices (ORDERS) or streams (MODES), if the config says that weights are stored so.
+        apart: for MLX: module -> (columns that share a scale, bits, mode), where a module differs from the others.
+        own: for GPTQ: module -> bits, if modules differ.
+        check: compares the weights with their scheme (`weight_layouts.Declared.check`).
+        trits: for BitNet: one of `TRIT_SCALES`, if the config says that weights are stored so.
 
     >>> from ckpt_tool.core.dtype import DTYPES
     >>> found = find({"w": TensorKind(DTYPES["F8_E4M3"], (300, 256)), "w_scale_inv": TensorKind(DTYPES["F32"], (3, 2))})
@@ -252,7 +259,7 @@ def find(
         elif found is not None:
             wrong.append(found)
 
-    faults = [fault for fault in wrong if fault.name not in taken]  # scales may be FP8 themselves
+    faults = [fault for fault in wrong if fault.name not in taken]  # FP8 scales of a weight look like codes themselves
     beside = tuple(name for name in tensors if name.endswith(_ACTIVATIONS) and name not in taken)
     faults += _list_lone_scales(tensors, {*taken, *beside, *(fault.name for fault in faults)})
 
@@ -265,24 +272,24 @@ def find(
 
 
 def has_codes(dtypes: Iterable[DType]) -> bool:
-    """May something be quantised?"""
+    """May tensors of these dtypes be quantised? False is certain, True is not."""
     return any(dtype.name in DTYPES for dtype in dtypes)
 
 
 def has_integers(kinds: Iterable[TensorKind]) -> bool:
-    """May some be codes that only names tell? Those are integers."""
+    """May some of these tensors be codes that only their names reveal? FP8 and FP4 reveal themselves by the dtype."""
     return any(kind.dtype.name in DTYPES and kind.dtype.name[0] != "F" for kind in kinds)
 
 
 def units(weight: Quantised, tensors: Mapping[str, TensorKind]) -> dict[str, Units]:
-    """How each tensor of a weight may be cut: blocks stay whole, and scales go where their codes go.
+    """How each tensor of a weight may be cut: a block is never cut, and scales are stored with their codes.
 
     >>> from ckpt_tool.core.dtype import DTYPES
     >>> tensors = {"w": TensorKind(DTYPES["F8_E4M3"], (256, 640)), "w_scale_inv": TensorKind(DTYPES["F32"], (2, 5))}
     >>> [unit.mine for unit in units(find(tensors).weights["w"], tensors).values()]
     [(2, 5), (2, 5)]
     """
-    # groups may lie in the order of activations or in tiles, or a shape be unknown
+    # These can't be cut: groups may follow the order of activations (g_idx), scales be tiled, the shape be a value.
     if weight.codes in (MATRIX, TABLED, STREAM, TRITS) or weight.order == TILED:
         pieces = {name: (1,) * len(tensors[name].shape) for name in weight.names}
         return {name: Units(weight.lead, weight.made, pieces[weight.lead], mine) for name, mine in pieces.items()}
@@ -298,7 +305,7 @@ def units(weight: Quantised, tensors: Mapping[str, TensorKind]) -> dict[str, Uni
             down = zeros.shape[-2] if zeros.shape[-2] * 32 == rows * weight.bits and 32 % weight.bits == 0 else 1
     whole = (*weight.shape[:-2], down, across)[-len(weight.shape) :] if weight.shape else ()
     if weight.codes == TURNED:
-        whole = (*whole, 1)  # the 16 bytes of a block
+        whole = (*whole, 1)  # the stored last dim: the 16 bytes of a block
     whole = tuple(max(n, 1) for n in whole)
     out = {weight.lead: Units(weight.lead, weight.made, whole, whole)}
     for role, name in weight.parts.items():
@@ -309,13 +316,13 @@ def units(weight: Quantised, tensors: Mapping[str, TensorKind]) -> dict[str, Uni
 
 
 def _list_roles(tensors: Iterable[str]) -> Mapping[str, str]:
-    """The endings of parts that are there at all: most checkpoints have scales alone."""
+    """Ending -> role, for the endings that some name has at all: most checkpoints have none but scales."""
     words = {name.rpartition("_")[2] for name in tensors}
     return {ending: role for ending, role in _ROLES.items() if ending.rpartition("_")[2] in words}
 
 
 def part_of(name: str) -> str | None:
-    """The stem of a name that looks like a part of a quantised weight, None for others.
+    """The weight that a name looks like a part of, None for other names.
 
     >>> part_of("m.weight_scale_inv"), part_of("m.weight_packed"), part_of("m.qscale_weight"), part_of("m.weight")
     ('m.weight', 'm.weight', 'm.weight', None)
@@ -334,7 +341,7 @@ def part_of(name: str) -> str | None:
 def _find_plain(
     name: str, kind: TensorKind, tensors: Mapping[str, TensorKind], block: tuple[int, ...], roles: Mapping[str, str]
 ) -> Quantised | WeightFault | None:
-    """A weight whose codes have its own name."""
+    """The weight whose codes are stored under its own name; a fault if they do not fit; None if these are no codes."""
     if kind.dtype.name == "U8" and f"{name}_scale_2" in tensors and f"{name}_scale" in tensors:
         return _find_nibbles(name, name, kind, f"{name}_scale", tensors)
     if kind.dtype.name not in CODES:
@@ -349,7 +356,8 @@ def _find_plain(
                 return _find_int8(name, module, kind, tensors)
             names += [f"{module}{ending}" for ending in _OF_MODULE]
         there = next((each for each in names if each in tensors), None)
-        if there is None and kind.dtype.name in ("I8", "F4"):  # integers that nothing says are codes
+        # Without a scale nothing shows that these are codes; they may be ordinary integers.
+        if there is None and kind.dtype.name in ("I8", "F4"):
             return None
         if there is None:
             return WeightFault(name, f"{kind.dtype.name} codes without a scale ({scale})", lacking=True)
@@ -370,7 +378,7 @@ def _find_plain(
 def _find_packed(
     name: str, kind: TensorKind, tensors: Mapping[str, TensorKind], bits: Sequence[int]
 ) -> Quantised | WeightFault | None:
-    """A weight whose codes have another name than its own."""
+    """The weight whose codes are stored as `X_blocks` or `X_packed`; a fault if they do not fit; None if no codes."""
     if name.endswith(BLOCKS) and kind.dtype.name == "U8":
         made = name.removesuffix(BLOCKS)
         scales = f"{name.removesuffix(BLOCKS)}{SCALES}"
@@ -402,7 +410,7 @@ def _find_packed(
 
 
 def _find_tabled(name: str, kind: TensorKind, tensors: Mapping[str, TensorKind]) -> Quantised | WeightFault:
-    """Codes of 4 bits of a line, two a byte, whatever dtype these are declared as."""
+    """A weight of bitsandbytes' 4 bits: flattened, two codes a byte, whatever dtype these bytes are declared as."""
     parts = {"scale": f"{name}{_ABSMAX}"}
     state = next((f"{name}{ending}" for ending in _STATES if f"{name}{ending}" in tensors), f"{name}{_STATES[0]}")
     scales = tensors[parts["scale"]]
@@ -425,11 +433,11 @@ def _find_tabled(name: str, kind: TensorKind, tensors: Mapping[str, TensorKind])
 
 
 def _find_quanto(name: str, kind: TensorKind, tensors: Mapping[str, TensorKind]) -> Quantised | WeightFault | None:
-    """quanto's codes of 8 bits, one tensor of them and one of scales below the weight's name."""
+    """A weight of quanto's 8 bits: a tensor of codes and one of scales, below the weight's name."""
     made = name.removesuffix(DATA)
     scale = f"{made}._scale"
     if kind.dtype.name not in CODES - {"F4"}:
-        return None  # codes of 2 and 4 bits have a shift beside them, and are refused by the scheme
+        return None  # codes of 2 and 4 bits, which have a `_shift` too; `declared_scheme` refuses them
     if scale not in tensors:
         return WeightFault(name, f"codes without {scale}", lacking=True)
     if made in tensors:
@@ -442,7 +450,7 @@ def _find_quanto(name: str, kind: TensorKind, tensors: Mapping[str, TensorKind])
 
 
 def _find_trits(name: str, kind: TensorKind, tensors: Mapping[str, TensorKind], scales: str) -> Quantised | WeightFault:
-    """BitNet's codes of -1, 0 and 1, four a byte, and the number that all are divided by or multiplied with."""
+    """A weight of BitNet: codes for -1, 0 and 1, four a byte, and one number that divides or multiplies all."""
     scale = f"{name}{SCALE}"
     if scale not in tensors:
         return WeightFault(name, f"codes without {scale}", lacking=True)
@@ -455,11 +463,11 @@ def _find_trits(name: str, kind: TensorKind, tensors: Mapping[str, TensorKind], 
 def _find_stream(
     name: str, kind: TensorKind, tensors: Mapping[str, TensorKind], stated: tuple[int, int, str]
 ) -> Quantised | WeightFault | None:
-    """Words full of codes, a stream a row, with scales of groups; where codes are integers, biases too."""
+    """A weight of MLX: each row is a stream of codes in 32-bit words; groups have scales, affine ones biases too."""
     module, (group, bits, mode) = name.removesuffix(".weight"), stated
     parts = {"scale": f"{module}.scales"} | ({"bias": f"{module}.biases"} if mode == AFFINE else {})
     lacking = [part for part in parts.values() if part not in tensors]
-    if lacking:  # integers of its own, of affine codes, where nothing is beside them
+    if lacking:  # without scales and biases, U32 tensors are ordinary integers in an affine model
         beside = mode != AFFINE or len(lacking) < len(parts)
         return WeightFault(name, f"codes without {lacking[0]}", lacking=True) if beside else None
     if mode != AFFINE and f"{module}.biases" in tensors:
@@ -482,7 +490,7 @@ def _find_stream(
 
 
 def _find_int8(name: str, module: str, kind: TensorKind, tensors: Mapping[str, TensorKind]) -> Quantised | WeightFault:
-    """Bytes with the largest magnitude of each row beside them."""
+    """A weight of bitsandbytes' 8 bits: bytes, and `SCB`, the largest magnitude of each row."""
     parts = {"scale": f"{module}{_SCB}"}
     if f"{module}{_FORMAT}" in tensors:
         parts["weight_format"] = f"{module}{_FORMAT}"
@@ -492,7 +500,7 @@ def _find_int8(name: str, module: str, kind: TensorKind, tensors: Mapping[str, T
 
 
 def subclass_part(weight: str, role: str) -> str:
-    """What torchao's safetensors files call a part of a weight.
+    """The name of a part of a weight in torchao's safetensors files.
 
     >>> subclass_part("m.weight", "qdata")
     'm._weight_qdata'
@@ -502,7 +510,7 @@ def subclass_part(weight: str, role: str) -> str:
 
 
 def subclass_of(part: str) -> str | None:
-    """The weight whose part torchao calls so, None for other names.
+    """The weight that a tensor is a part of by torchao's naming, None for other names.
 
     >>> subclass_of("m._weight_zero_point"), subclass_of("m._weight_act_quant_scale"), subclass_of("m.weight_scale")
     ('m.weight', 'm.weight', None)
@@ -514,7 +522,7 @@ def subclass_of(part: str) -> str | None:
 
 
 def subclasses_in(names: Iterable[str]) -> list[str]:
-    """The weights among the names of tensors whose codes torchao keeps.
+    """The weights whose codes are among `names` by torchao's naming.
 
     >>> subclasses_in(["m.bias", "m._weight_qdata", "m._weight_scale"])
     ['m.weight']
@@ -523,8 +531,8 @@ def subclasses_in(names: Iterable[str]) -> list[str]:
 
 
 def tiled(rows: int, columns: int) -> Shape:
-    """The shape that torchao stores scales (rows, columns) in whose tiles are whole, each a run of 512 bytes: as
-    cuBLAS reads them. No shape of scales that lie in rows is one.
+    """The shape in which torchao stores scales of shape (rows, columns) in tiles, as cuBLAS reads them: each tile is a
+    contiguous run of 512 bytes. Scales stored in rows never have this shape.
 
     >>> tiled(200, 12)
     (64, 48)
@@ -535,7 +543,7 @@ def tiled(rows: int, columns: int) -> Shape:
 def _find_subclass(
     name: str, weight: str, kind: TensorKind, tensors: Mapping[str, TensorKind]
 ) -> Quantised | WeightFault:
-    """A tensor subclass of torchao's in its parts."""
+    """A weight that torchao stored as a tensor subclass: codes, scales and perhaps zero points."""
     named = {role: subclass_part(weight, role) for role in _OF_SUBCLASS}
     parts = {role: part for role, part in named.items() if part in tensors}
     if "scale" not in parts:
@@ -557,7 +565,8 @@ def _find_subclass(
             name, f"{kind.dtype.name} codes {list(kind.shape)} with {scales.dtype.name} scales", lacking=False
         )
 
-    group = {"F8_E8M0": 32, "U8": 32, "F8_E4M3": 16}.get(scales.dtype.name)  # of MXTensor, of NVFP4Tensor
+    # Codes that share a scale, by the scale's dtype: 32 in an MXTensor, 16 in an NVFP4Tensor.
+    group = {"F8_E8M0": 32, "U8": 32, "F8_E4M3": 16}.get(scales.dtype.name)
     order = ""
     block: tuple[int, int] | None
 
@@ -579,7 +588,7 @@ def _find_subclass(
 def _find_matrix(
     name: str, kind: TensorKind, tensors: Mapping[str, TensorKind], bits: int, order: str
 ) -> Quantised | WeightFault:
-    """The codes of a matrix (inputs, outputs), packed along its inputs (GPTQ) or its outputs (AWQ)."""
+    """A weight of GPTQ or AWQ: a matrix (inputs, outputs), packed along its inputs (GPTQ) or its outputs (AWQ)."""
     module = name.removesuffix(QWEIGHT)
     parts = {"scale": f"{module}.scales", "zero_point": f"{module}.qzeros"}
     lacking = next((part for part in parts.values() if part not in tensors), None)
@@ -608,8 +617,11 @@ def _find_matrix(
 def _find_words(
     made: str, name: str, kind: TensorKind, scale: str, tensors: Mapping[str, TensorKind], bits: Sequence[int]
 ) -> Quantised | WeightFault:
-    """32-bit words full of codes. Their number is in `X_shape`, a value; scales and the config's bits tell it as well,
-    but for the last word of a row."""
+    """A weight of compressed-tensors' packed integers: 32-bit words full of codes.
+
+    The number of codes is in `X_shape`, a value, which is not read here. Scales and the config's bits determine it too,
+    except for the last word of a row, which may be partly filled.
+    """
     if f"{made}_shape" not in tensors:
         return WeightFault(name, f"packed codes without {made}_shape", lacking=True)
     grid = tensors[scale].shape
@@ -625,7 +637,7 @@ def _find_words(
 
 
 def _guess_bits(stored: int, groups: int) -> int:
-    """Bits of a code where no config states them: 4 or 8, whichever gives groups of a usual size."""
+    """Bits of a code if no config states them: 4 or 8, whichever gives groups of a usual size."""
     usual = [width for width in (4, 8) if groups > 1 and stored // width // groups in (32, 64, 128, 256, 16, 512, 1024)]
     return usual[0] if usual else 4
 
@@ -633,7 +645,7 @@ def _guess_bits(stored: int, groups: int) -> int:
 def _find_nibbles(
     made: str, name: str, kind: TensorKind, scale: str, tensors: Mapping[str, TensorKind]
 ) -> Quantised | WeightFault:
-    """Codes of four bits, two a byte, but for F4, which counts them itself."""
+    """A weight of 4-bit codes, two a byte; a tensor of dtype F4 counts codes, not bytes."""
     double = 1 if kind.dtype.name == "F4" else 2
     shape = (*kind.shape[:-1], kind.shape[-1] * double) if kind.shape else ()
     grid = tensors[scale].shape
@@ -651,7 +663,7 @@ def _find_nibbles(
 
 
 def _is_halved(kind: TensorKind, scale: TensorKind) -> bool:
-    """Are bytes two codes each? So where a row has a scale for every 32 of them (DeepSeek V4)."""
+    """Does each byte hold two codes? It does if a row has a scale for every 32 of them (DeepSeek V4)."""
     return (
         len(kind.shape) > 1
         and len(scale.shape) == len(kind.shape)
@@ -662,6 +674,7 @@ def _is_halved(kind: TensorKind, scale: TensorKind) -> bool:
 def _list_parts(
     made: str, scale: str, tensors: Mapping[str, TensorKind], roles: Mapping[str, str] = _ROLES
 ) -> dict[str, str]:
+    """Role -> name, for the scale and all other parts that are there under the weight's name."""
     parts = {"scale": scale}
     for ending, role in roles.items():
         if f"{made}{ending}" in tensors:
@@ -670,14 +683,14 @@ def _list_parts(
 
 
 def _make_matrix_shape(shape: Shape) -> Shape:
-    """A vector as one row."""
+    """The shape as a matrix: a vector is one row."""
     return shape if len(shape) > 1 else (1, prod(shape))
 
 
 @lru_cache(maxsize=4096)
 def block_of(shape: Shape, grid: Shape, stated: tuple[int, ...] = ()) -> tuple[int, int] | None:
-    """(rows, cols) that share a scale, for codes of `shape` (two dims or more) and scales of shape `grid`; None where
-    they do not fit. stated: what the config says, taken where it fits.
+    """(rows, cols) that share a scale, for codes of `shape` (two dims or more) and scales of shape `grid`; None if the
+    shapes do not fit. stated: the block that the config names, which is used if it fits.
 
     >>> block_of((300, 256), (3, 2)), block_of((64, 8), (64, 1)), block_of((64, 8), ()), block_of((64, 8), (5, 1))
     ((128, 128), (1, 8), (64, 8), None)
@@ -697,8 +710,8 @@ def block_of(shape: Shape, grid: Shape, stated: tuple[int, ...] = ()) -> tuple[i
 
 
 def is_block_assumed(weight: Quantised) -> bool:
-    """Would blocks of another size have as many scales for these codes? True of most sizes: 32 scales of 4,096 codes
-    are those of blocks of 128, as published, and of 129 to 132 too.
+    """Would blocks of another size have as many scales for these codes? That is so for most sizes: 32 scales for 4,096
+    codes may be of blocks of 128, as published, but of 129 to 132 as well.
 
     >>> weight = Quantised("w", BYTES, "w", {}, (256, 96), (256, 48), 8)
     >>> is_block_assumed(weight), is_block_assumed(weight._replace(block=(1, 96)))
@@ -712,7 +725,7 @@ def is_block_assumed(weight: Quantised) -> bool:
 
 
 def _find_width(n: int, count: int, stated: int) -> int:
-    """Elements a block of `count` blocks along a dim of `n`; 0 where none fits."""
+    """Elements in a block, if `count` blocks cover a dim of `n`; 0 if no size fits."""
     if count == 1 and not (stated and ceil_div(n, stated) == 1):
         return max(n, 1)
     for width in (stated, WIDTH):
@@ -722,13 +735,14 @@ def _find_width(n: int, count: int, stated: int) -> int:
 
 
 def _make_misfit(scale: str, tensors: Mapping[str, TensorKind], shape: Shape) -> WeightFault:
+    """The fault of scales whose shape does not fit the codes."""
     return WeightFault(
         scale, f"scales of shape {list(tensors[scale].shape)} for codes of shape {list(shape)}", lacking=False
     )
 
 
 def _list_lone_scales(tensors: Mapping[str, TensorKind], taken: set[str]) -> Iterator[WeightFault]:
-    """Scales of nothing."""
+    """Faults for scales whose codes are missing."""
     for name in tensors:
         if name not in taken and name.endswith(("_scale_inv", ".weight_scale", "._weight_scale")):
             yield WeightFault(name, "a scale without its codes", lacking=True)

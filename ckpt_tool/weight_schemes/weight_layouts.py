@@ -1,4 +1,4 @@
-"""What the weights of each scheme are made of, stated once: the parts, their dtypes and shapes, and what a config adds.
+"""The parts of a weight in each scheme, with their dtypes and shapes, and what a config demands in addition.
 
     layout            codes            parts that it needs                      parts that it may have
     fp8               F8_*             scale                                    zero_point
@@ -7,17 +7,16 @@
     nvfp4             U8, two a byte   scale F8_E4M3, global_scale
     ...                                                                         (`LAYOUTS` has all)
 
-A weight fits its layout if every part that is needed is there, no other part is, and their dtypes and shapes are those
-of the layout. A config says more (`WantedParts`): how many codes share a scale, that zero points or group numbers are
-there.
-Where it names a scheme, codes without their parts and parts without their codes are faults too, so that nothing is
-taken for floats, or left behind, in silence.
+A weight fits its layout if it has every needed part and no part that the layout lacks, with the layout's dtypes and
+shapes. A config demands more (`WantedParts`): how many codes share a scale, that zero points or group numbers exist.
+If the config names a scheme, codes without their parts and parts without their codes are faults too, so that no codes
+are silently taken for floats or dropped.
 
     m.weight F8_E4M3 [256, 512], m.weight_scale F32 [1], weight_block_size [128, 128]
       -> WeightFault("m.weight_scale", "scales of shape [1], by the config [2, 4]", lacking=False)
 
 Sources: those of `weight_schemes.quantised_weights` and `weight_schemes.declared_scheme`. Cost: some us a weight. What
-it does not do: read values (`choose_codec.make_recipe` compares those that say a shape)."""
+it does not do: read values (`choose_codec.make_recipe` compares those that contain a shape)."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ from ckpt_tool.weight_schemes.quantised_weights import (
 )
 
 _FLOATS = frozenset({"F32", "F16", "BF16"})
-_POWERS = frozenset({"F8_E8M0", "U8"})  # of two
+_POWERS = frozenset({"F8_E8M0", "U8"})  # scales that are powers of two: the byte is the exponent + 127
 _E4M3 = frozenset({"F8_E4M3"})
 _INTEGERS = frozenset({"I8", "I16", "I32", "I64", "U8"})
 _F32 = frozenset({"F32"})
@@ -62,7 +61,7 @@ _FLOATS_OF_8_BITS = frozenset(name for name in CODES if name.startswith("F8"))
 
 
 class WeightPart(NamedTuple):
-    """A part of a weight, beside its codes."""
+    """A tensor that a weight needs or may have in addition to its codes."""
 
     dtypes: frozenset[str]
     is_needed: bool = True
@@ -72,14 +71,14 @@ class WeightLayout(NamedTuple):
     """How a scheme stores a weight."""
 
     name: str
-    codes: str  # one of `quantised_weights`' kinds
-    leads: frozenset[str]  # dtypes of the tensor of codes, () for any
+    codes: str  # one of `quantised_weights`' kinds: BYTES, NIBBLES, ...
+    leads: frozenset[str]  # dtypes of the tensor of codes; empty if any will do
     parts: Mapping[str, WeightPart]  # by role
-    ending: str = ""  # of the name of the tensor of codes
-    orders: tuple[str, ...] = ()  # of its codes, () for any
+    ending: str = ""  # what the name of the tensor of codes ends in
+    orders: tuple[str, ...] = ()  # values of `Quantised.order` that it is for; empty if any will do
 
 
-# The first that fits counts, so what a name tells comes before what any name may have.
+# The first that fits counts: layouts with an ending of their own precede those that any name may have.
 LAYOUTS: tuple[WeightLayout, ...] = (
     WeightLayout(
         "torchao",
@@ -187,32 +186,32 @@ LAYOUTS: tuple[WeightLayout, ...] = (
     WeightLayout("bitnet", TRITS, frozenset({"U8"}), {"scale": WeightPart(_FLOATS)}),
 )
 PACKED_INTEGERS = "packed integers"
-_ONE_NUMBER = ("global_scale", "scale_2", "per_tensor_scale")  # roles of a number for the whole weight
+_ONE_NUMBER = ("global_scale", "scale_2", "per_tensor_scale")  # roles with a single number for the entire weight
 
 
 class WantedParts(NamedTuple):
-    """What a config says of the weights of a group of modules."""
+    """What a config says of the weights in a group of modules."""
 
-    layouts: frozenset[str] = frozenset()  # names of LAYOUTS, () for any
-    block: tuple[int, int] | None = None  # (rows, columns) that share a scale, 0 for all; None where it says nothing
-    needs: frozenset[str] = frozenset()  # roles that its layouts leave open
-    targets: tuple[str, ...] = ()  # names, `re:` patterns or classes of modules; () for all
-    bits: int = 0  # of a packed integer; 0 where it says nothing
-    divides: bool = False  # does the block divide the columns, as the scheme demands?
+    layouts: frozenset[str] = frozenset()  # names in LAYOUTS; empty if any will do
+    block: tuple[int, int] | None = None  # (rows, columns) that share a scale, 0 for all; None if not stated
+    needs: frozenset[str] = frozenset()  # roles that are optional in the layout, but not by this config
+    targets: tuple[str, ...] = ()  # names, `re:` patterns or classes of modules; empty for all modules
+    bits: int = 0  # of a packed integer; 0 if the config says nothing
+    divides: bool = False  # must the block divide the columns?
 
 
 class Declared(NamedTuple):
-    """What a config says of all modules."""
+    """What a config says of all modules, and the check that weights are as it says."""
 
-    groups: tuple[WantedParts, ...] = ()  # alternatives, of which a weight has to fit one
-    # what it says of one module apart, None for nothing
+    groups: tuple[WantedParts, ...] = ()  # alternatives: a weight has to fit one of them
+    # What the config says of a single module, None if nothing; it replaces the groups.
     of_module: Callable[[str], WantedParts | None] | None = None
-    is_stated: bool = False  # does a config, or a name that only one scheme has, tell a scheme that is known?
-    endings: tuple[str, ...] = ()  # of parts that only this scheme's names have
-    expert_biases: bool = False  # stacked experts of the scheme have a bias beside their codes, as gpt-oss' have
+    is_stated: bool = False  # is the scheme known, from the config or from a name that only one scheme has?
+    endings: tuple[str, ...] = ()  # of parts in this scheme; other schemes don't use them
+    expert_biases: bool = False  # stacked experts of the scheme have a bias tensor each, as in gpt-oss
 
     def alternatives(self, module: str) -> Sequence[WantedParts]:
-        """What a module's weight may be, () where nothing is said."""
+        """The alternatives that a module's weight has to fit one of; () if the config says nothing."""
         apart = self.of_module(module) if self.of_module is not None else None
         if apart is not None:
             return (apart,)
@@ -222,8 +221,14 @@ class Declared(NamedTuple):
     def check(
         self, weights: Mapping[str, Quantised], tensors: Mapping[str, TensorKind], taken: frozenset[str]
     ) -> tuple[dict[str, Quantised], list[WeightFault]]:
-        """(the weights with the blocks that the config says, what does not fit). taken: every name that belongs to a
-        weight, is of activations, or has a fault already."""
+        """Compare weights with their layouts and with the config.
+
+        Args:
+            taken: names that need no further look: they belong to a weight, to activations, or have a fault already.
+
+        Returns:
+            The weights, with the blocks that the config says, and the faults.
+        """
         checked: dict[str, Quantised] = {}
         faults: list[WeightFault] = []
         for lead, weight in weights.items():
@@ -243,7 +248,7 @@ class Declared(NamedTuple):
     def _fit_to_config(
         self, weight: Quantised, layout: WeightLayout, tensors: Mapping[str, TensorKind]
     ) -> tuple[Quantised, list[WeightFault]]:
-        """(the weight with the block of the alternative that it fits, [] or why it fits none)."""
+        """The weight with the block of the first alternative that it fits, and [] or why it fits none."""
         first: list[WeightFault] = []
         for wanted in self.alternatives(weight.made.removesuffix(".weight")):
             faults, block = _compare_with_config(weight, layout, wanted, tensors)
@@ -255,14 +260,14 @@ class Declared(NamedTuple):
     def _list_left_over(
         self, weights: Mapping[str, Quantised], tensors: Mapping[str, TensorKind], taken: frozenset[str]
     ) -> Iterator[WeightFault]:
-        """Parts without codes, codes without parts, and parts that the weights beside them have."""
+        """Faults of tensors that belong to no weight: parts without codes, codes without parts, second scales."""
         grouped = [weight for weight in weights.values() if "g_idx" in weight.parts]
         matrices = [weight for weight in weights.values() if weight.codes == MATRIX and weight.order != "awq"]
         for weight in matrices if grouped else ():
             if "g_idx" not in weight.parts:
                 yield WeightFault(weight.lead, "codes without g_idx, which others of this model have", lacking=True)
 
-        # A second scale beside one that is taken has the name of none that is left: its own module's endings tell.
+        # A weight that has two scales uses one of them; the other is found by the module's name and these endings.
         modules = {weight.made.removesuffix(".weight") for weight in weights.values()}
         twice = {f"{module}{ending}" for module in modules for ending in _OF_MODULE}
         endings = (*_PARTS, *self.endings)
@@ -279,7 +284,7 @@ class Declared(NamedTuple):
             yield from _list_lone_biases(weights, tensors)
 
 
-# Endings of names that only parts of quantised weights have. The first of each weight are its codes.
+# Endings that only parts of quantised weights have: integers or floats of a model never have such names.
 _PARTS = (
     *(".weight_packed", ".weight_shape", ".weight_zero_point", ".weight_global_scale", ".weight_scale_2"),
     *(".weight_g_idx", "_proj_packed", "_proj_scale", "_proj_scales", "_proj_blocks", "_proj_scale_2"),
@@ -289,12 +294,13 @@ _PARTS = (
 )
 _OF_MODULE = (".scale", ".qscale_weight", ".SCB", ".weight_scale", ".weight_scale_inv")
 _OF_CODES = (".weight", ".gate_up_proj", ".down_proj", PACKED, BLOCKS, QWEIGHT, QDATA, DATA)
+# Names of tensors that hold the codes of a weight in some scheme.
 _INTEGER_CODES = ("I8", "U8", "F4", "I32", "U32")
 
 
 def find_layout(weight: Quantised, tensors: Mapping[str, TensorKind]) -> WeightLayout | None:
-    """The layout of a weight: of several that its codes fit, the one whose scales have the dtype that is there. None
-    where nothing says in which order its codes are."""
+    """The layout of a weight; if its codes fit several, the first that allows the dtype of its scales. None if nothing
+    says in which order the codes are."""
     lead = tensors[weight.lead].dtype.name
     fits = [
         layout
@@ -310,7 +316,7 @@ def find_layout(weight: Quantised, tensors: Mapping[str, TensorKind]) -> WeightL
 
 
 def _list_misfits(weight: Quantised, layout: WeightLayout, tensors: Mapping[str, TensorKind]) -> Iterator[WeightFault]:
-    """What does not fit the layout, whatever a config says."""
+    """Faults of a weight in its layout, apart from what a config says."""
     for role, part in layout.parts.items():
         if part.is_needed and role not in weight.parts:
             yield WeightFault(weight.lead, f"codes without {role}, which {layout.name} has next to them", lacking=True)
@@ -329,7 +335,7 @@ def _list_misfits(weight: Quantised, layout: WeightLayout, tensors: Mapping[str,
 
 
 def _zeros_fit(weight: Quantised, tensors: Mapping[str, TensorKind]) -> bool:
-    """Are there as many zero points as scales, or words full of them along the rows?"""
+    """Do the zero points fit the scales: one for each, or packed along the rows into 32-bit words?"""
     if weight.codes == MATRIX:
         return True  # `quantised_weights` compares them
     zeros = tensors[weight.parts["zero_point"]]
@@ -339,7 +345,8 @@ def _zeros_fit(weight: Quantised, tensors: Mapping[str, TensorKind]) -> bool:
     if weight.codes == BYTES:
         return len(zeros.shape) != len(scales) and prod(zeros.shape) == prod(scales)
     words = -(-weight.shape[-2] * weight.bits // 32)
-    of_any_bits = {-(-weight.shape[-2] * bits // 32) for bits in range(1, 9)}  # `X_shape`, a value, tells the bits
+    # How many bits a code has may be known from `X_shape` alone, which is a value: any number of bits is accepted.
+    of_any_bits = {-(-weight.shape[-2] * bits // 32) for bits in range(1, 9)}
     is_packed = zeros.dtype.name == "I32" and zeros.shape[:-2] == scales[:-2] and zeros.shape[-1:] == scales[-1:]
     return is_packed and len(zeros.shape) > 1 and zeros.shape[-2] in {words, *of_any_bits}
 
@@ -347,7 +354,7 @@ def _zeros_fit(weight: Quantised, tensors: Mapping[str, TensorKind]) -> bool:
 def _compare_with_config(
     weight: Quantised, layout: WeightLayout, wanted: WantedParts, tensors: Mapping[str, TensorKind]
 ) -> tuple[list[WeightFault], tuple[int, int]]:
-    """([] or how a weight differs from what the config says, its block by the config)."""
+    """How a weight differs from what the config says ([] if it does not), and its block according to the config."""
     faults: list[WeightFault] = []
     if wanted.layouts and layout.name not in wanted.layouts:
         what = f"codes of {layout.name}, by the config {' or '.join(sorted(wanted.layouts))}"
@@ -358,7 +365,8 @@ def _compare_with_config(
         return faults, weight.block
 
     rows, columns = weight.shape[-2:]
-    if wanted.bits and layout.name == PACKED_INTEGERS:  # of several bits headers alone can't tell which a weight has
+    # If groups have different bits, the headers alone can't say which bits this weight has: the config decides.
+    if wanted.bits and layout.name == PACKED_INTEGERS:
         columns = columns * weight.bits // wanted.bits
     block = (wanted.block[0] or max(rows, 1), wanted.block[1] or max(columns, 1))
     grid = (ceil_div(rows, block[0]), ceil_div(columns, block[1]))
@@ -374,13 +382,13 @@ def _compare_with_config(
 
 
 def unlike(weight: Quantised, wanted: WantedParts, tensors: Mapping[str, TensorKind]) -> list[WeightFault]:
-    """How a weight differs from what is said of it alone, [] where it does not."""
+    """How a weight differs from what is said of this weight alone; [] if it does not, or has no layout."""
     layout = find_layout(weight, tensors)
     return [] if layout is None else _compare_with_config(weight, layout, wanted, tensors)[0]
 
 
 def _list_shapes(grid: tuple[int, int], lead: Shape) -> set[Shape]:
-    """The shapes that scales in a grid may have, for each matrix of `lead`.
+    """The shapes that scales in a grid may be stored in, for a stack of matrices with leading dims `lead`.
 
     >>> sorted(_list_shapes((4, 1), ()))
     [(4,), (4, 1)]
@@ -394,8 +402,8 @@ def _list_shapes(grid: tuple[int, int], lead: Shape) -> set[Shape]:
 
 
 def _names(targets: Sequence[str], module: str) -> bool:
-    """Do a group's targets name the module itself? Classes such as `Linear` name none: which modules are of a class, no
-    file says."""
+    """Do a group's targets name the module itself? Classes such as `Linear` don't: no file of a checkpoint says of
+    which class a module is."""
     for target in targets:
         if target == module or module.endswith(f".{target}"):
             return True
@@ -408,12 +416,12 @@ def _names(targets: Sequence[str], module: str) -> bool:
 
 
 def _may_be_codes(name: str, kind: TensorKind) -> bool:
-    """Is it a matrix of integers under the name of a weight?"""
+    """Is it a matrix of integers whose name is that of a weight?"""
     return kind.dtype.name in _INTEGER_CODES and len(kind.shape) > 1 and name.endswith(_OF_CODES)
 
 
 def _list_lone_biases(weights: Mapping[str, Quantised], tensors: Mapping[str, TensorKind]) -> Iterator[WeightFault]:
-    """Stacked experts of gpt-oss that lack their bias, and biases that lack their experts."""
+    """Faults of stacked experts in gpt-oss that lack their bias, and of biases that lack their experts."""
     stacked = {weight.made: weight for weight in weights.values() if ".experts." in weight.made}
     for made, weight in stacked.items():
         bias = tensors.get(f"{made}_bias")

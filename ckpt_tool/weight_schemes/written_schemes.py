@@ -1,4 +1,4 @@
-"""Schemes that `--quantize` writes: how each stores a weight, and what the model's config says of it then.
+"""Schemes that `--quantize` writes: how each stores a weight, and what the model's config then declares.
 
     name         codes                    scales, one for                        config
     fp8-block    X F8_E4M3                X_scale_inv F32, 128 rows x 128        quant_method fp8
@@ -7,15 +7,15 @@
     int4-g128    X_packed I32, X_shape    X_scale, 128 of a row                  compressed-tensors pack-quantized
     mxfp8        X F8_E4M3                X_scale U8, 32 of a row                compressed-tensors mxfp8-quantized
     mxfp4        X_packed U8              X_scale U8, 32 of a row                compressed-tensors mxfp4-pack-quantized
-      gpt-oss    X_blocks U8, turned      X_scales U8, 32 of a row               quant_method mxfp4
+      gpt-oss    X_blocks U8, transposed  X_scales U8, 32 of a row               quant_method mxfp4
     nvfp4        X_packed U8              X_scale F8_E4M3, 16 of a row,          compressed-tensors nvfp4-pack-quantized
                                           X_global_scale F32, all
     fp8-channel:torchao, int8:torchao     m._w_qdata, m._w_scale F32, a row      quant_method torchao
 
-Names, codes and shapes are what `quantised_weights.find` recognises, by its own endings: what is laid out here is found
-there (`tests/core/test_schemes.py`). A scale without a dtype has that of the weights. Blocks of fp8-block may be short
-at the ends of both dims; groups of the others divide a row. torchao's weights are tensor subclasses, whose class and
-attributes stand in the header of every file (`stated_of`). Sources: the configs of deepseek-ai/DeepSeek-V3 and
+Names, codes and shapes are those that `quantised_weights.find` recognises; `tests/core/test_schemes.py` compares the
+two. Scales without a dtype have that of the weights. Blocks of fp8-block may be short at the ends of both dims; groups
+of the others divide a row. torchao's weights are tensor subclasses, whose class and attributes are stored in the header
+of every file (`stated_of`). Sources: the configs of deepseek-ai/DeepSeek-V3 and
 Qwen/Qwen3-8B-FP8, transformers 5.23 (`quantizers/quantizer_finegrained_fp8.py`); compressed-tensors 0.20
 (`quantization/quant_scheme.py`, its presets); torchao 0.18 (`quantization/quant_api.py`,
 `quantization/quantize_/workflows/`).
@@ -49,56 +49,57 @@ from ckpt_tool.weight_schemes.quantised_weights import (
 
 
 class Scheme(NamedTuple):
-    """How a weight is stored."""
+    """A scheme that weights are quantised to: the layout of tensors, and what the config declares."""
 
     name: str
-    codes: str  # one of `quantised_weights`'
-    dtype: str  # of the tensor that holds them
+    codes: str  # one of `quantised_weights`' kinds: BYTES, NIBBLES, ...
+    dtype: str  # of the tensor that holds the codes
     bits: int
-    # codes that share a scale, (rows, columns), 0 for a whole row; of TURNED codes rows are those of the turned matrix
+    # Codes that share a scale, (rows, columns), 0 for an entire row. For TURNED codes: after transposing.
     block: tuple[int, int]
     scale: str  # what the name of the scales ends in
-    scales: str  # their dtype, "" for that of the weights
-    method: str  # what a config calls it
-    # form, weights, activations: what compressed-tensors' config says, or torchao's (its class, its values)
+    scales: str  # dtype of the scales, "" for that of the weights
+    method: str  # `quant_method` in a config
+    # compressed-tensors: its format, and its settings for weights and activations.
+    # torchao: its config class, and the values of that.
     form: str = ""
     weights: Mapping[str, Any] = {}
     activations: Mapping[str, Any] | None = None
-    # subclass, attributes: torchao's class of a weight, and what all weights have alike
+    # torchao: the class of a weight's tensor, and the attributes that all weights share.
     subclass: str = ""
     attributes: Mapping[str, Any] = {}
-    multiple: int = 1  # of both sizes, what the product of its library takes
+    multiple: int = 1  # rows and columns have to be multiples of it, or the library's matrix product refuses them
 
     @property
     def codes_of(self) -> str:
-        """The scheme of the same codes and blocks: `int8` of `int8:torchao`, itself of most."""
+        """The name of the scheme with the same codes and blocks: `int8` for `int8:torchao`; mostly its own name."""
         return self.name.partition(":")[0]
 
     def matrix(self, shape: Shape) -> Shape:
-        """The values of a weight of `shape` as they are coded: (..., rows, columns)."""
+        """The shape of a weight's values as they are coded, (..., rows, columns)."""
         return (*shape[:-2], shape[-1], shape[-2]) if self.codes == TURNED else shape
 
     def group(self, columns: int) -> int:
-        """Codes of a row that share a scale."""
+        """Number of codes in a row that share a scale."""
         return self.block[1] or columns
 
     def fits(self, shape: Shape) -> bool:
-        """Do its groups divide a row of a matrix of this shape? Blocks of rows may be short."""
+        """Do groups divide the rows of a matrix of this shape? Blocks of several rows may be short and always fit."""
         columns = self.matrix(shape)[-1]
         return bool(prod(shape)) and (self.block[0] > 1 or not columns % self.group(columns))
 
     def is_short(self, shape: Shape) -> bool:
-        """Has a matrix of this shape blocks of several rows, and a last one that is shorter than those before?"""
+        """Does a matrix of this shape end in a block that is shorter than the others?"""
         return self.block[0] > 1 and any(size > n and size % n for n, size in zip(self.block, shape[-2:], strict=True))
 
 
 def _state_values(bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any]:
-    """What compressed-tensors says of values, as far as it is not its default."""
+    """compressed-tensors' settings of weights or activations, as far as they differ from its defaults."""
     return {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": False} | more
 
 
 def _make_plain(kind: str, data: Any) -> dict[str, Any]:
-    """A value of one of torchao's classes, or of torch's, as torchao writes it in JSON."""
+    """A value of a class of torchao's or torch's, as torchao writes it in JSON."""
     return {"_type": kind, "_data": data}
 
 
@@ -174,17 +175,17 @@ _ROWS = (
     ),
 )
 SCHEMES: Mapping[str, Scheme] = {row.name: row for row in _ROWS}
-# (scheme, model type) -> as the family's own releases have it: stacked experts, and nothing else
+# (scheme, model type) -> as the model's own releases are stored: stacked experts are quantised, nothing else.
 _OWN = {("mxfp4", "gpt_oss"): Scheme("mxfp4", TURNED, "U8", 4, (1, 32), SCALES, "U8", "mxfp4")}
 
 
 def scheme_of(name: str, config: Mapping[str, Any] | None) -> Scheme:
-    """The scheme `name` as it is for the model that `config` describes."""
+    """The scheme `name`, in the variant for the model that `config` describes."""
     return _OWN.get((name, str((config or {}).get("model_type"))), SCHEMES[name])
 
 
 def laid_out(scheme: Scheme, name: str, shape: Shape, floats: DType) -> dict[str, tuple[str, TensorKind]]:
-    """Role -> the tensor that a weight of `shape` becomes, its codes first. floats: its dtype.
+    """The tensors that a weight of `shape` is stored as: role -> (name, kind), codes first. floats: the weight's dtype.
 
     >>> laid_out(SCHEMES["fp8-block"], "m.weight", (300, 256), DTYPES["BF16"])["scale"][1].shape
     (3, 2)
@@ -215,7 +216,7 @@ def laid_out(scheme: Scheme, name: str, shape: Shape, floats: DType) -> dict[str
 
 
 def stated_of(scheme: Scheme, shape: Shape, floats: DType) -> str:
-    """What the header of a file says of a weight that torchao builds. floats: the dtype that it is made floats of.
+    """torchao's entry for a weight in the header of a file. floats: the dtype that torchao dequantises it to.
 
     >>> json.loads(stated_of(SCHEMES["int8:torchao"], (64, 32), DTYPES["BF16"]))["_data"]["block_size"]
     [1, 32]
@@ -227,8 +228,8 @@ def stated_of(scheme: Scheme, shape: Shape, floats: DType) -> str:
 
 
 def config_of(scheme: Scheme, kept: Sequence[str]) -> dict[str, Any]:
-    """What a config says of a model that is quantised so (`declared_scheme.CONFIG_KEYS`). kept: modules that are
-    not."""
+    """The section of a config that declares the scheme, under its key (`declared_scheme.CONFIG_KEYS`). kept: modules
+    that are not quantised."""
     if scheme.method == "mxfp4":
         return {CONFIG_KEYS[0]: {"modules_to_not_convert": list(kept), "quant_method": scheme.method}}
     if scheme.method == "fp8":
@@ -253,7 +254,7 @@ def config_of(scheme: Scheme, kept: Sequence[str]) -> dict[str, Any]:
 def _make_compressed_config(
     form: str, groups: Mapping[tuple[str, ...], tuple[Mapping[str, Any], Mapping[str, Any] | None]], kept: Sequence[str]
 ) -> dict[str, Any]:
-    """compressed-tensors' config. groups: the modules that each is for -> what it says of (weights, activations)."""
+    """compressed-tensors' section of a config. groups: modules -> settings of their (weights, activations)."""
     return {
         CONFIG_KEYS[0]: {
             "config_groups": {
@@ -279,18 +280,18 @@ def _make_compressed_config(
 
 
 class Packing(NamedTuple):
-    """How compressed-tensors packs integers (`pack-quantized`)."""
+    """How compressed-tensors stores packed integers (`pack-quantized`)."""
 
     bits: int
     group: int  # codes of a row that share a scale
-    symmetric: bool  # the zero point is the middle, and not stored
-    channel: bool  # all of a row do
+    symmetric: bool  # is the zero point the middle? It is not stored then
+    channel: bool  # do all codes of a row share a scale?
 
 
 def packed_parts(
     packing: Packing, name: str, shape: tuple[int, ...], scales: DType
 ) -> dict[str, tuple[str, TensorKind]]:
-    """Role -> the tensor that a weight of `shape` becomes, as `laid_out`. scales: their dtype.
+    """The tensors that a weight of `shape` is stored as, as `laid_out` gives them. scales: their dtype.
 
     >>> packed_parts(Packing(4, 32, False, False), "m.weight", (64, 96), DTYPES["F16"])["zero_point"]
     ('m.weight_zero_point', TensorKind(dtype=DType('I32'), shape=(8, 3)))
@@ -309,8 +310,8 @@ def packed_parts(
 
 
 def packed_config(weights: Mapping[str, Packing], kept: Sequence[str]) -> dict[str, Any]:
-    """What a config says of weights that are packed so: of all linear modules, or of each by its name where they
-    differ. kept: modules that are not."""
+    """The section of a config that declares packed weights: one group for all linear modules, or modules by name if
+    they differ. kept: modules that are not quantised."""
     alike: dict[tuple[tuple[str, Any], ...], list[str]] = {}
     for name, each in weights.items():
         group = {} if each.channel else {"group_size": each.group}
