@@ -1,4 +1,4 @@
-"""ckpt: read sharded training checkpoints of any format, lay them out anew, prove every value.
+"""ckpt: read sharded training checkpoints of any format, reshard and convert them, prove every value.
 
     import ckpt_tool as ckpt
 
@@ -16,7 +16,7 @@ import sys
 
 __version__ = "0.2.0"
 
-# what is exported -> the module that has it
+# The exported names, by the module that defines them.
 _FUNCTIONS = frozenset(
     "apply audit convert delta diff inspect latest merge open patch plan prune reshard status verify".split()
 )

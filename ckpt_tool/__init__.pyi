@@ -87,7 +87,7 @@ def apply(
 
     Args:
         plan: the file that `ckpt.plan`, or `plan=` of another function, has saved.
-        progress: told how far it is; silent where none is given.
+        progress: receives the progress of the run; without it nothing is shown.
         part: Run share I of N: part="2/8"; auto takes the one that the launcher's variables name.
         claim: Work as one of any number of workers on any machines: take what no other has taken, or left when it died.
         force: Replace an existing checkpoint at OUT in one step, and nothing else that is stored there.
@@ -138,7 +138,7 @@ def audit(
 
     Args:
         path: a file, a folder or a URL.
-        progress: told how far it is; silent where none is given.
+        progress: receives the progress of the run; without it nothing is shown.
         values: Read the values too: copies, zeros, constants, NaN, order of fused parts.
         sarif: Save the findings as SARIF 2.1.0: sarif="audit.sarif".
         junit: Save the findings as JUnit XML: junit="audit.xml".
@@ -238,7 +238,7 @@ def convert(
     Args:
         src: the checkpoint: a file, a folder or a URL.
         dst: the output: a new file or folder, or a place in a store.
-        progress: told how far it is; silent where none is given.
+        progress: receives the progress of the run; without it nothing is shown.
         from_format: Read SRC as this format instead of detecting it: from_format="dcp".
         follow_symlinks: Follow links that lead out of SRC. Links inside it, and those of a Hugging Face cache, are
             always followed.
@@ -357,7 +357,7 @@ def delta(
         src: the base: the checkpoint as it was.
         new: the checkpoint as it is, in any format and layout.
         dst: the output: a new folder.
-        progress: told how far it is; silent where none is given.
+        progress: receives the progress of the run; without it nothing is shown.
         encoding: Encode changes as xor (smallest) or overwrite (may be applied twice). Default xor.
         checksum: Store this digest of each tensor. Default xxh3-128.
         weight_version: Number the version that NEW is: weight_version=2. Default: as the folders are called
@@ -422,7 +422,7 @@ def diff(
     Args:
         a: a checkpoint.
         b: another.
-        progress: told how far it is; silent where none is given.
+        progress: receives the progress of the run; without it nothing is shown.
         rtol: Allow this relative difference: rtol=1e-3. Default 0: bit for bit.
         atol: Allow this absolute difference: atol=1e-6. Default 0.
         map: Rename tensors of A by a file of pairs of names before comparing: map="names.json".
@@ -526,7 +526,7 @@ def latest(
 
     Args:
         run: the folder, or the URL, in which the run keeps its steps.
-        progress: told which steps were passed over; silent where none is given.
+        progress: receives the steps that were skipped; without it nothing is shown.
         skip_unreadable: Pass over newer steps that can't be read. Default: an error.
         from_format: Read SRC as this format instead of detecting it: from_format="dcp".
         follow_symlinks: Follow links that lead out of SRC. Links inside it, and those of a Hugging Face cache, are
@@ -641,7 +641,7 @@ def merge(
     Args:
         sources: the checkpoints, in their order. One path is one source. [] where `config` names them.
         dst: the output: a new file or folder, or a place in a store.
-        progress: told how far it is; silent where none is given.
+        progress: receives the progress of the run; without it nothing is shown.
         to: Write this format: safetensors, torch, dcp, sharded, megatron, megatron-dist, megatron-fsdp, deepspeed,
             deepspeed-universal, paddle, paddle-unified, paddle-flex, meta, peft, gguf, orbax.
         tp: Write for N tensor parallel ranks: tp=8.
@@ -821,7 +821,7 @@ def patch(
         src: the base.
         deltas: what `ckpt.delta` wrote, in their order. One path is one delta.
         dst: the output: a new file or folder, or a place in a store.
-        progress: told how far it is; silent where none is given.
+        progress: receives the progress of the run; without it nothing is shown.
         from_format: Read SRC as this format instead of detecting it: from_format="dcp".
         follow_symlinks: Follow links that lead out of SRC. Links inside it, and those of a Hugging Face cache, are
             always followed.
@@ -1098,7 +1098,7 @@ def prune(
 
     Args:
         run: the folder in which the run keeps its steps.
-        progress: told how far it is; silent where none is given.
+        progress: receives the progress of the run; without it nothing is shown.
         keep_last: Keep the last N complete steps: keep_last=3.
         keep_every: Keep steps whose number is a multiple of K: keep_every=1000.
         skip_unreadable: Leave alone what can't be read, and remove others all the same. Default: remove nothing then.
@@ -1202,7 +1202,7 @@ def reshard(
     Args:
         src: the checkpoint: a file, a folder or a URL.
         dst: the output: a new file or folder, or a place in a store.
-        progress: told how far it is; silent where none is given.
+        progress: receives the progress of the run; without it nothing is shown.
         from_format: Read SRC as this format instead of detecting it: from_format="dcp".
         follow_symlinks: Follow links that lead out of SRC. Links inside it, and those of a Hugging Face cache, are
             always followed.
@@ -1300,7 +1300,7 @@ def status(
 
     Args:
         target: the output that is being written, or a saved plan.
-        progress: told how far it is with `watch=True`; silent where none is given.
+        progress: receives the progress of `watch=True`; without it nothing is shown.
         watch: Watch until it is written, or nothing writes any more.
 
     Returns:
@@ -1337,7 +1337,7 @@ def verify(
 
     Args:
         path: a file, a folder or a URL.
-        progress: told how far it is; silent where none is given.
+        progress: receives the progress of the run; without it nothing is shown.
         mode: Check headers and extents (quick), or values and checksums too (full). Default full.
         key: Require a signature by this public key (PEM): key="key.pub".
         attest: Compare it with this attestation too: attest="out.json".

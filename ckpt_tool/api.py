@@ -154,7 +154,7 @@ def reshard(src: StrPath, dst: StrPath, *, progress: Progress = SILENT, **option
     Args:
         src: the checkpoint: a file, a folder or a URL.
         dst: the output: a new file or folder, or a place in a store.
-        progress: told how far it is; silent where none is given.
+        progress: receives the progress of the run; without it nothing is shown.
 
     Returns:
         `plan` (bytes, files), `states`, `fallbacks`, `dropped` (what was not written, and why), `notes`.
@@ -174,7 +174,7 @@ def convert(src: StrPath, dst: StrPath, *, progress: Progress = SILENT, **option
     Args:
         src: the checkpoint: a file, a folder or a URL.
         dst: the output: a new file or folder, or a place in a store.
-        progress: told how far it is; silent where none is given.
+        progress: receives the progress of the run; without it nothing is shown.
 
     Returns:
         `plan` (bytes, files), `states`, `fallbacks`, `dropped` (what was not written, and why), `notes`.
@@ -224,7 +224,7 @@ def apply(plan: StrPath, *, progress: Progress = SILENT, **options: Any) -> Appl
 
     Args:
         plan: the file that `ckpt.plan`, or `plan=` of another function, has saved.
-        progress: told how far it is; silent where none is given.
+        progress: receives the progress of the run; without it nothing is shown.
 
     Returns:
         As `ckpt.convert`; `committed` says whether the output is in its place now, `part` and `parts` how it is shared.
@@ -242,7 +242,7 @@ def status(target: StrPath, *, progress: Progress = SILENT, **options: Any) -> S
 
     Args:
         target: the output that is being written, or a saved plan.
-        progress: told how far it is with `watch=True`; silent where none is given.
+        progress: receives the progress of `watch=True`; without it nothing is shown.
 
     Returns:
         `state` ("written" or "growing"), `bytes`, `of_bytes`, `seconds_left`, `parts` (done, running or dead).
@@ -265,7 +265,7 @@ def merge(
     Args:
         sources: the checkpoints, in their order. One path is one source. [] where `config` names them.
         dst: the output: a new file or folder, or a place in a store.
-        progress: told how far it is; silent where none is given.
+        progress: receives the progress of the run; without it nothing is shown.
 
     Returns:
         `plan` (bytes, files), `states`, `removed`, `dropped` (what was not written, and why), `notes`.
@@ -284,7 +284,7 @@ def delta(src: StrPath, new: StrPath, dst: StrPath, *, progress: Progress = SILE
         src: the base: the checkpoint as it was.
         new: the checkpoint as it is, in any format and layout.
         dst: the output: a new folder.
-        progress: told how far it is; silent where none is given.
+        progress: receives the progress of the run; without it nothing is shown.
 
     Returns:
         `delta` (version, tensors, changed bytes), `plan`, `notes`.
@@ -310,7 +310,7 @@ def patch(
         src: the base.
         deltas: what `ckpt.delta` wrote, in their order. One path is one delta.
         dst: the output: a new file or folder, or a place in a store.
-        progress: told how far it is; silent where none is given.
+        progress: receives the progress of the run; without it nothing is shown.
 
     Returns:
         As `ckpt.convert`.
@@ -330,7 +330,7 @@ def diff(a: StrPath, b: StrPath, *, progress: Progress = SILENT, **options: Any)
     Args:
         a: a checkpoint.
         b: another.
-        progress: told how far it is; silent where none is given.
+        progress: receives the progress of the run; without it nothing is shown.
 
     Returns:
         `equal`, `compared`, `differences` (a dict for each tensor that differs), `summary` (by state and module).
@@ -349,7 +349,7 @@ def verify(path: StrPath, *, progress: Progress = SILENT, **options: Any) -> Ver
 
     Args:
         path: a file, a folder or a URL.
-        progress: told how far it is; silent where none is given.
+        progress: receives the progress of the run; without it nothing is shown.
 
     Returns:
         `ok`, `findings`, `digests` (state -> tensor -> digest, the same in every format and layout).
@@ -366,7 +366,7 @@ def audit(path: StrPath, *, progress: Progress = SILENT, **options: Any) -> Audi
 
     Args:
         path: a file, a folder or a URL.
-        progress: told how far it is; silent where none is given.
+        progress: receives the progress of the run; without it nothing is shown.
 
     Returns:
         `ok`, `family`, `findings`, worst first.
@@ -383,7 +383,7 @@ def latest(run: StrPath, *, progress: Progress = SILENT, **options: Any) -> Late
 
     Args:
         run: the folder, or the URL, in which the run keeps its steps.
-        progress: told which steps were passed over; silent where none is given.
+        progress: receives the steps that were skipped; without it nothing is shown.
 
     Returns:
         `path` and `step`, None where no step is complete; `passed_over` says which newer ones are not, and why.
@@ -402,7 +402,7 @@ def prune(run: StrPath, *, progress: Progress = SILENT, **options: Any) -> Prune
 
     Args:
         run: the folder in which the run keeps its steps.
-        progress: told how far it is; silent where none is given.
+        progress: receives the progress of the run; without it nothing is shown.
 
     Returns:
         `keep` (each with its reasons), `remove`, `freed_bytes`.

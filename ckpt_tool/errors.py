@@ -28,7 +28,7 @@ from typing import Any, ClassVar, NamedTuple
 
 
 class CkptError(Exception):
-    """Base of all. `code` is stable (scripts match on it), the wording is not.
+    """Base of all errors of ckpt. `code` is stable, so scripts may match on it; the wording is not.
 
     Args:
         message: what was found and what was wanted.
@@ -141,7 +141,7 @@ REPLICAS_DIFFER = "E2701"
 
 
 class ReplicasDiffer(InconsistentCheckpoint):
-    """Ranks hold other values of what they hold in common."""
+    """Ranks hold different values of a tensor of which they should hold the same copy."""
 
 
 class UnsafeInput(CkptError):
@@ -151,7 +151,7 @@ class UnsafeInput(CkptError):
 
 
 class OutputExists(CkptError):
-    """The output exists, is locked by another run, or lies in the source (exit 5)."""
+    """The output exists, is locked by another run, or is located inside the source (exit 5)."""
 
     exit_code = 5
 
@@ -179,10 +179,11 @@ _WATCHING: list[list[StorageError]] = []
 
 @contextmanager
 def failures_met() -> Iterator[list[StorageError]]:
-    """What disks and stores refuse meanwhile, in any thread, whether the error is passed on or not.
+    """Collect what disks and stores refuse while the context is open, in any thread, even if the error is handled.
 
-    A reader that looks for a file may go on without it when it can't be read, as if it were not there. Who judges a
-    checkpoint by what readers say has to know: what could not be read is unknown, and neither whole nor broken."""
+    A reader that looks for a file may go on without it if it can't be read, as if the file were missing. A verdict on
+    a checkpoint has to know that: what could not be read is unknown, neither complete nor broken.
+    """
     met: list[StorageError] = []
     _WATCHING.append(met)
     try:
@@ -192,7 +193,7 @@ def failures_met() -> Iterator[list[StorageError]]:
 
 
 def is_failure(error: OSError) -> bool:
-    """Did the system fail to answer? That there is no such file, or that nobody may look at it, is an answer."""
+    """Did the system fail to answer? A missing file or a lack of permission is an answer."""
     import errno
 
     answers = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM)
@@ -200,7 +201,7 @@ def is_failure(error: OSError) -> bool:
 
 
 def is_absence(error: OSError) -> bool:
-    """Did the system say that nothing is there? That nobody may look at it is another answer."""
+    """Did the system answer that there is no such file? A lack of permission leaves that open."""
     return not is_failure(error) and not isinstance(error, PermissionError)
 
 
@@ -220,19 +221,19 @@ class Interrupted(CkptError):
 
 
 class Code(NamedTuple):
-    """What an error code means: a row of the catalogue."""
+    """The meaning of an error code: a row of the catalogue."""
 
     code: str
-    kind: str  # the class that is raised with it; `Finding`: only a report lists it (exit 1); `Note`: it is no error
-    exit_code: int | None  # None where it is that of another command, and for notes
+    kind: str  # the class raised with it; `Finding`: it appears in reports only (exit 1); `Note`: it is no error
+    exit_code: int | None  # None for notes, and if it is the exit code of another command
     title: str  # the meaning
-    why: str  # how it comes about
+    why: str  # the usual cause
     do: str  # what helps
 
 
 @cache
 def catalogue() -> Mapping[str, Code]:
-    """Every code in ascending order, from `error_codes.toml`. Some 50 ms: `ckpt explain` alone needs it."""
+    """Every code in ascending order, from `error_codes.toml`. Takes some 50 ms, which only `ckpt explain` spends."""
     from pathlib import Path
 
     if sys.version_info >= (3, 11):
@@ -248,7 +249,8 @@ def catalogue() -> Mapping[str, Code]:
 
 
 def _exit_code(row: Mapping[str, Any]) -> int | None:
-    """Of a row: its own `exit`, or that of its class; 0 stands for the exit code of another command. None for notes."""
+    """The exit code of a row: its own `exit`, or that of its class. None for notes, and if the row has 0, which means
+    the exit code of another command."""
     kind = globals().get(row["class"])
     if row["class"] == "Note":
         return None
@@ -257,7 +259,7 @@ def _exit_code(row: Mapping[str, Any]) -> int | None:
 
 
 def near_misses(wrong: str, known: Iterable[str], *, most: int = 3, cutoff: float = 0.5) -> str:
-    """A "did you mean" ending for a hint, "" when nothing is near. `known` may be large."""
+    """A "did you mean" ending for a hint, "" if no known word is similar. `known` may be large."""
     from difflib import get_close_matches  # 1 ms of every start
 
     close = get_close_matches(wrong, list(known)[:20_000], n=most, cutoff=cutoff)
@@ -268,8 +270,8 @@ STEPS_LISTED = 8
 
 
 def several_steps(shown: str, steps: Sequence[str]) -> UnknownFormat:
-    """The error E0392 for a folder of several steps that nothing chooses from. shown: the folder. steps: their paths,
-    the oldest first."""
+    """The error E0392 for a folder of several steps, if nothing says which one is meant. shown: the folder. steps:
+    their paths, the oldest first."""
     listed = list(steps[-STEPS_LISTED:])
     if len(steps) > STEPS_LISTED:
         listed.insert(0, "...")

@@ -1,13 +1,13 @@
-"""`ckpt audit` as a hook of pre-commit: of the files that change, the checkpoints that they are of.
+"""`ckpt audit` as a hook of pre-commit: audits each checkpoint that has a file among the changed files.
 
     python -I -m ckpt_tool.pre_commit models/a/config.json models/a/model.safetensors models/b.safetensors
         ckpt audit models/a     ckpt audit models/b.safetensors
 
-A file beside a config.json, an index or numbered files belongs to the folder; any other is a checkpoint of its own. A
-folder without weights is left out: its config.json is of something else. Options come before the files.
+A file in the same folder as a config.json, an index or numbered files belongs to that folder; any other is a checkpoint
+of its own. A folder without weights is skipped: its config.json belongs to something else. Options precede the files.
 
-The repository that is checked is a stranger's: the hook runs isolated (`-I`), so it imports no json.py that lies there,
-and a file whose name begins with a dash is a file.
+The repository that is checked is not trusted: the hook runs isolated (`-I`), so that it does not import a json.py from
+there, and a file whose name begins with a dash is treated as a file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckpt_tool.formats.base import WEIGHT_SUFFIXES
 
 
 def checkpoints_of(files: Sequence[str]) -> list[str]:
-    """The folders, and files that are checkpoints of their own, in the order of first mention."""
+    """The folders with weights, and files that are checkpoints of their own, in the order of first mention."""
     found: dict[str, None] = {}
     for file in files:
         folder = os.path.dirname(file) or "."
@@ -36,7 +36,7 @@ def checkpoints_of(files: Sequence[str]) -> list[str]:
 
 
 def main(line: Sequence[str]) -> int:
-    """The worst exit code of all audits, 0 where nothing that changes is a checkpoint's."""
+    """Audit each checkpoint and return the worst exit code, 0 if no changed file belongs to a checkpoint."""
     options = [word for word in line if word.startswith("-") and not os.path.lexists(word)]
     files = [word for word in line if word not in options]
     return max((run(["audit", *options, "--", path]) for path in checkpoints_of(files)), default=0)

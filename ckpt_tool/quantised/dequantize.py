@@ -1,8 +1,7 @@
-"""`--dequantize`: quantised weights and optimizer states as the floats that they stand for, made while they are read.
+"""`--dequantize`: quantised weights and optimizer states are converted to floats while they are read.
 
-Weights (`weight_schemes.quantised_weights`) become the dtype of the model's config, bf16 where it says none, or what
-`--dtype` says; their scales, and those of activations and caches, are not written, and neither is what the config says
-of quantising."""
+Weights (`weight_schemes.quantised_weights`) get the dtype of `--dtype`, else of the model's config, else bf16. Their
+scales, the scales of activations and caches, and the config's section on quantisation are not written."""
 
 from __future__ import annotations
 
@@ -49,16 +48,20 @@ LACKING = "E1460"
 MISFIT = "E1461"
 UNKNOWN = "E1464"
 NOTHING = "E2403"
-_VOCABULARY = re.compile(r"embed|lm_head|wte|output\.weight")  # whose rows a trainer may pad
+_VOCABULARY = re.compile(r"embed|lm_head|wte|output\.weight")  # weights whose rows trainers pad to a round number
 _MOST_TEXT = 4096  # bytes; bitsandbytes writes 80 to 300
 _CONFIGURED = ("dtype", "torch_dtype")
 
 
 def dequantize(chosen: Chosen, job: Conversion) -> Chosen:
-    """`chosen` with its quantised weights and states as floats. Raises UsageError E2403 where there are none, E0264
-    with --plan and --ray; E1469 for states that torchao keeps as codes, without it; E1464 (exit 2) for a scheme whose
-    floats this build can't make; Incomplete E1460, InconsistentCheckpoint E1461-E1462 for scales that are missing or of
-    another shape; E1463 while reading for scales that are NaN."""
+    """`chosen` with its quantised weights and states as floats.
+
+    Raises:
+        UsageError: E2403 if nothing is quantised; E0264 with --plan and --ray; E1469 for states that torchao keeps as
+            codes, without the option; E1464 (exit 2) for a scheme that this build can't dequantise.
+        Incomplete, InconsistentCheckpoint: E1460-E1462 for scales that are missing or have another shape; while values
+            are read, E1463 for scales that are NaN.
+    """
     writing = job.writing
     if not writing.dequantize:
         if any("@" in row.tensor.key.state for row in chosen.stored):
@@ -124,14 +127,14 @@ def dequantize(chosen: Chosen, job: Conversion) -> Chosen:
 
 
 def _without_codes(chosen: Chosen, reason: str) -> Chosen:
-    """`chosen` less the states that torchao keeps as codes, which the report names."""
+    """`chosen` without the optimizer states that torchao keeps as codes; the report names what is dropped."""
     coded = [row.tensor for row in chosen.stored if part_of(row.tensor.key.state)]
     remaining = tuple(row for row in chosen.stored if not part_of(row.tensor.key.state))
     return replace(chosen, stored=remaining, dropped=(*chosen.dropped, *left_behind(coded, reason, named=False)))
 
 
 def _dequantize_blocks(chosen: Chosen, writing: Writing) -> Chosen:
-    """GGUF's types of blocks as floats of the model's dtype; what is no block keeps its own."""
+    """Convert GGUF's types of blocks to the model's dtype; tensors of plain numbers keep their own dtype."""
     from ckpt_tool.quantised.gguf_conversion import floats_of_blocks
 
     recipes = floats_of_blocks(chosen.stored, chosen)
@@ -150,18 +153,18 @@ def _dequantize_blocks(chosen: Chosen, writing: Writing) -> Chosen:
 
 
 def _to_little_endian(dtype: DType) -> DType:
-    """The house's dtype of a big-endian one."""
+    """The dtype with the same numbers in little-endian order, which is how ckpt writes them."""
     return DTYPES[dtype.name.removesuffix("_BE")]
 
 
 def _put_where_codes_were(row: Stored, paths: Mapping[TensorKey, Path]) -> Stored:
-    """The row, in the place of the codes that it is made of: an optimizer of numbers keeps them."""
+    """The row at the path of its codes, so that an optimizer with numbered parameters keeps its entries in place."""
     path = paths.get(row.tensor.key)
     return row._replace(tensor=row.tensor._replace(path=path)) if path else row
 
 
 def model_config(chosen: Chosen) -> Mapping[str, Any] | None:
-    """What `--config` says, else the config.json beside the first source."""
+    """The config of `--config`, if it has a section on quantisation; else the config.json next to the first source."""
     if chosen.config is not None and section(chosen.config) is not None:
         return chosen.config
     return quantised_config(chosen.sources[0]) or chosen.config
@@ -174,6 +177,7 @@ def _replace_weights(
     writing: Writing,
     config: Mapping[str, Any] | None,
 ) -> Chosen:
+    """`chosen` with floats in place of each weight's codes, and without scales."""
     from ckpt_tool.quantised.codecs.choose_codec import make_recipe, transpose_view
     from ckpt_tool.run.computed import Input
 
@@ -187,7 +191,7 @@ def _replace_weights(
     made_names = {weight.made for weight in found.weights.values()}
     made_of_lead = {weight.lead: weight.made for weight in found.weights.values()}
 
-    # What is computed is listed where its codes were.
+    # Computed tensors take the place of their codes, so the order of the output is that of the source.
     kept_rows = []
     for row in chosen.stored:
         key = row.tensor.key
@@ -207,8 +211,8 @@ def _replace_weights(
         notes=(_note(found, writing, dtype), *_note_assumed_blocks(found, tensors, config)),
     )
 
-    # Weights are stored transposed by some schemes, and the hub has those of Conv1D transposed: where one of both is
-    # so, the floats are shown the other way round.
+    # Some schemes store weights transposed, and so does the hub with weights of Conv1D. If exactly one of the two
+    # applies, the floats have to be transposed.
     transposed = {
         TensorKey(weight.made) for weight in found.weights.values() if weight.turns != _is_of_conv1d(weight, config)
     }
@@ -229,13 +233,14 @@ def _replace_weights(
 
 
 def _is_of_conv1d(weight: Quantised, config: Mapping[str, Any] | None) -> bool:
-    """Is it of a Conv1D, whose weight the hub has the other way round? transformers 5.23
-    (`integrations/bitsandbytes.py`) and GPTQ's libraries (`QuantLinear.pack`) turn it and take it for a Linear's."""
+    """Does the weight belong to a Conv1D, which the hub stores transposed? transformers 5.23
+    (`integrations/bitsandbytes.py`) and GPTQ's libraries (`QuantLinear.pack`) transpose it and store it like a
+    Linear's."""
     return weight.codes in (TABLED, OF_127, MATRIX) and is_conv1d(weight.made, (config or {}).get("model_type"))
 
 
 def small_numbers(source: Any) -> Sequence[int]:
-    """The integers of a small tensor: `X_shape`, or bytes that are a text."""
+    """The integers in a small tensor: a shape (`X_shape`), or the bytes of a text."""
     from ckpt_tool.run.lazy import OpenCatalog
 
     tensor = source.tensor
@@ -251,8 +256,8 @@ def small_numbers(source: Any) -> Sequence[int]:
 
 
 def stated_shapes(found: FoundWeights, tensors: Mapping[str, LogicalTensor], tree: Tree) -> dict[str, Shape]:
-    """Name of its codes -> the shape that a weight's own state says (bitsandbytes of 4 bits). A state that says none is
-    another check's."""
+    """Name of a weight's codes -> the shape that its own state gives (bitsandbytes' 4 bits). Unreadable states are left
+    out here; reading the weight reports them."""
     from ckpt_tool.quantised.codecs.bitsandbytes import shape_in_state
     from ckpt_tool.run.computed import Input
 
@@ -273,8 +278,11 @@ def misshapen(
     config: Mapping[str, Any] | None,
     stated: Mapping[str, Shape],
 ) -> list[WeightFault]:
-    """Weights whose floats would have other sizes than the config says, by the rules of its family: codes that were cut
-    short fit their scales as often as not. [] where no config or no family tells. stated: as `stated_shapes`."""
+    """Weights whose dequantised shape is not the one that the model's config implies, by the rules of its family.
+
+    Codes that were cut short often still fit their scales, so this check is needed. [] without a config or a known
+    family. stated: what `stated_shapes` returns.
+    """
     is_tabled = is_of_bitsandbytes(config)
     if not config or not config.get("model_type") or not (found.weights or is_tabled):
         return []
@@ -282,7 +290,7 @@ def misshapen(
     from ckpt_tool.families.rewrite import unfitting
     from ckpt_tool.families.table import one_of_each
 
-    # Floats and stored tensors by the names that the family's rules know.
+    # Shapes under the names that the family's rules know: of plain tensors, and of weights once dequantised.
     part_names = found.names - found.weights.keys()
     shapes = {
         name: kind.shape for name, kind in tensors.items() if name not in part_names and name not in found.weights
@@ -298,7 +306,7 @@ def misshapen(
         one_of_each_shape = {name: shapes[name] for name in one_of_each(shapes)}
         family, dialect = find(config, one_of_each_shape)
         found_unfitting = list(unfitting(family, dialect, shapes, family.facts(config), every=True))
-    except CkptError:  # no family, or one whose rules say nothing of these names
+    except CkptError:  # no family is known, or its rules do not cover these names
         return []
 
     faults = []
@@ -316,7 +324,8 @@ def misshapen(
 
 
 def _differs_in_rows_alone(unfit: Unfitting) -> bool:
-    """Is it a vocabulary that a trainer padded, or cut, and fits the config but for its rows?"""
+    """Is it a vocabulary that a trainer padded or cut, so that it differs from the config in the number of rows
+    only?"""
     columns = unfit.shape[1:]
     wanted_columns = unfit.wanted[1:]
     return len(columns) == len(wanted_columns) and all(
@@ -325,12 +334,12 @@ def _differs_in_rows_alone(unfit: Unfitting) -> bool:
 
 
 def is_of_bitsandbytes(config: Mapping[str, Any] | None) -> bool:
-    """Does a config declare bitsandbytes' scheme? Its codes may be stored as floats, `bnb_4bit_quant_storage`."""
+    """Does a config declare bitsandbytes' scheme? If so, codes may be stored as floats (`bnb_4bit_quant_storage`)."""
     return str((section(config or {}) or {}).get("quant_method", "")).lower() == "bitsandbytes"
 
 
 def _model_dtype(config: Mapping[str, Any] | None) -> DType:
-    """What the model computes in, as its config says; bf16 where it says nothing, or a dtype of codes."""
+    """The dtype that the config says the model computes in; bf16 if it says none, or one of less than 16 bits."""
     model: Mapping[str, Any] = config or {}
     inner = model.get("text_config")
     for place in (model, inner if isinstance(inner, dict) else model):
@@ -349,8 +358,8 @@ def _note(found: FoundWeights, writing: Writing, dtype: DType) -> str:
 def _note_assumed_blocks(
     found: FoundWeights, tensors: Mapping[str, LogicalTensor], config: Mapping[str, Any] | None
 ) -> list[str]:
-    """A line for weights of which nothing states how many codes share a scale, and shapes fit more than one number.
-    Scales that are powers of two have blocks of 32 by MX's definition."""
+    """A note on weights for which nothing declares how many codes share a scale and several numbers fit the shapes.
+    Scales that are powers of two are not among them: MX defines blocks of 32."""
     if section(config or {}) is not None:
         return []
     assumed = [
@@ -369,13 +378,13 @@ def _note_assumed_blocks(
 
 
 def _is_mx(weight: Quantised, tensors: Mapping[str, LogicalTensor]) -> bool:
-    """Is it of MX's kind: 32 codes of a row share a power of two?"""
+    """Is it a weight of the MX formats: 32 codes of a row share a power of two?"""
     scale = tensors[weight.parts["scale"]] if "scale" in weight.parts else None
     return weight.block == (1, 32) and scale is not None and scale.dtype.name in ("U8", "F8_E8M0")
 
 
 def _list_dropped(found: FoundWeights, tensors: Mapping[str, LogicalTensor]) -> list[dict[str, Any]]:
-    """Entries of the report: scales that went into the weights, and those that no float model has a place for."""
+    """Entries of the report: scales that the floats include now, and scales that a float model has no use for."""
     parts = (tensors[name] for weight in found.weights.values() for name in weight.parts.values())
     return [
         *left_behind(parts, f"{OPTION}: they went into the weights"),
@@ -384,6 +393,7 @@ def _list_dropped(found: FoundWeights, tensors: Mapping[str, LogicalTensor]) -> 
 
 
 def _refuse_unknown(scheme: DeclaredScheme | None) -> None:
+    """Raise UsageError E1464 if this build can't dequantise the scheme."""
     if scheme is not None and scheme.wants_config:
         raise UsageError(
             f"{OPTION}: the weights are quantised by {scheme.scheme} ({scheme.why}), and no config says how: bits, "
@@ -400,7 +410,7 @@ def _refuse_unknown(scheme: DeclaredScheme | None) -> None:
 
 
 def refuse_misfits(found: FoundWeights) -> None:
-    """Raise for what does not fit, all at once."""
+    """Raise one error for all tensors that do not fit: E1460 if all are missing, else E1461."""
     if not found.faults:
         return
     first, *rest = found.faults

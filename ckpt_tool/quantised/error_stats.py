@@ -1,12 +1,13 @@
-"""How far quantised weights are from what they were: figures that come of the work itself, a weight at a time.
+"""Quantisation errors: how far quantised weights are from the originals, measured while they are quantised.
 
     {"name": "m.weight", "max_abs_error": 0.00122, "relative_norm": 0.0267}
     relative_norm = |w - dequantised| / |w|, Euclidean; 0 where all of w is zero
 
-A grain is 2^18 elements of a weight's line. Whoever quantises notes each grain that he had whole; a grain that is noted
-twice counts once, and one that no thread had whole, or that an interrupted run had done, is quantised again at the end
-(`missing`). So the figures are those of all elements, whatever the threads; they are given with six digits, below which
-the order of the sums shows. Memory: 24 bytes a grain while a weight is under way.
+Errors are summed over grains, runs of 2^18 elements of a flattened weight. A thread reports each grain that it
+quantised completely; a grain that is reported twice counts once. A grain that no thread had completely, or that an
+interrupted run had done, is quantised again at the end (`missing`). So the figures cover all elements for any number of
+threads; they have six digits, since further digits depend on the order of the sums. Memory: 24 bytes a grain while a
+weight is being quantised.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ GRAIN = 1 << 18  # elements
 
 
 class Figures:
-    """Those of one weight. lead: the tensor that holds its codes. For many threads."""
+    """The errors of one weight. lead: the tensor that holds its codes. Safe to use from many threads."""
 
     def __init__(self, name: str, lead: str, numel: int) -> None:
         self.name = name
@@ -33,7 +34,7 @@ class Figures:
         self._lock = threading.Lock()
 
     def note(self, start: int, stop: int, error: Error) -> None:
-        """The error of elements [start, stop), which lie in one grain."""
+        """Add the error of elements [start, stop), all in one grain; it is ignored unless they are all of the grain."""
         if start % GRAIN or stop != min(start + GRAIN, self.numel):
             return
         with self._lock:
@@ -44,14 +45,14 @@ class Figures:
                     self._grains.clear()
 
     def missing(self) -> Iterator[tuple[int, int]]:
-        """The grains that are not noted yet."""
+        """The ranges of elements whose error has not been added yet."""
         if self._total is None:
             for number in range(ceil_div(self.numel, GRAIN)):
                 if number not in self._grains:
                     yield number * GRAIN, min((number + 1) * GRAIN, self.numel)
 
     def document(self) -> dict[str, object]:
-        """The entry of the report, once nothing is missing."""
+        """The weight's entry in the report. Complete only if nothing is `missing`."""
         total = self._total or Error()
         ratio = sqrt(total.squares / total.of) if total.of else 0.0
         return {"name": self.name, "max_abs_error": _digits(total.most), "relative_norm": _digits(ratio)}

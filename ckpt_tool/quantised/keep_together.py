@@ -1,7 +1,7 @@
-"""Quantised weights in every verb but `--dequantize`: they travel with their scales and are never cast.
+"""Quantised weights without `--dequantize`: they are moved together with their scales and never cast.
 
---remove-keys PATTERN   a weight that goes takes its scales along; --keep-keys keeps those of a weight that stays
---dtype DTYPE           codes and scales stay as they are, a line says so: cast alone they are no longer a weight
+--remove-keys PATTERN   also removes the scales of removed weights; --keep-keys also keeps the scales of kept weights
+--dtype DTYPE           leaves codes and scales as they are, with a note: cast, they would no longer be a weight
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ from ckpt_tool.weight_schemes.quantised_weights import DTYPES, FoundWeights, Ten
 def found_in(
     tensors: Mapping[str, TensorKind], config: Mapping[str, Any] | None = None, *, checked: bool = True
 ) -> tuple[DeclaredScheme | None, FoundWeights]:
-    """(what the config or the names say, what is there) of the tensors of a model. checked: are their parts compared
-    with the scheme? Whoever only moves them needs no faults, and a check takes as long as finding them."""
+    """The scheme of a model's tensors, from its config or their names, and the quantised weights among them.
+
+    checked: compare the weights with the scheme. A caller that only moves them needs no faults, and the check takes as
+    long as the search.
+    """
     scheme = quantisation(config, tensors if has_integers(tensors.values()) else ())
     return scheme, found_by(scheme, tensors, checked=checked)
 
 
 def model_kinds(tensors: Iterable[LogicalTensor]) -> dict[str, TensorKind]:
-    """The model's tensors as headers state them; {} where none can be a code: the most common case, seen at once."""
+    """Dtypes and shapes of the model's tensors; {} if none can be a code, which is the most common case."""
     kinds = {tensor.key.name: TensorKind(tensor.dtype, tensor.shape) for tensor in tensors if tensor.key.state == MODEL}
     return kinds if any(kind.dtype.name in DTYPES for kind in kinds.values()) else {}
 
@@ -48,8 +51,9 @@ def keep_parts_together(
     source: Opened,
     reading: Reading,
 ) -> tuple[list[TensorKey], list[TensorKey]]:
-    """(kept, removed) where the scales of a weight share its lot, unless a pattern names them. source: whose config
-    says how weights are quantised."""
+    """(kept, removed), corrected: scales are kept or removed with their weight, unless a pattern names them. source:
+    its
+    config says how weights are quantised."""
     if not removed:
         return kept, removed
     tensors = catalog.tensors if isinstance(catalog, Catalog) else catalog
@@ -73,7 +77,7 @@ def keep_parts_together(
 
 
 def as_they_are(chosen: Chosen, job: Conversion) -> Chosen:
-    """`chosen` whose codes and scales `--dtype` leaves alone."""
+    """`chosen`, with codes and scales excluded from `--dtype`."""
     if not any(state in ("", MODEL) for state in job.writing.dtypes):
         return chosen
     config = chosen.config if chosen.config is not None else config_of(chosen.sources[0], Reading())
@@ -94,14 +98,14 @@ def as_they_are(chosen: Chosen, job: Conversion) -> Chosen:
 
 
 def held_together(tensors: Sequence[WantedTensor], chosen: Chosen) -> dict[str, Units]:
-    """Every tensor of a quantised weight among the wanted ones, and how it may be cut."""
+    """How each tensor of a quantised weight among the wanted ones may be cut, by name."""
     kinds = {tensor.key.name: TensorKind(tensor.dtype, tensor.shape) for tensor in tensors if tensor.key.state == MODEL}
     if not any(kind.dtype.name in DTYPES for kind in kinds.values()):
         return {}
     opened = chosen.sources[0]
     config = chosen.config if chosen.config is not None else config_of(opened, Reading())
     scheme, found = found_in(kinds, config, checked=False)
-    if scheme is not None and not scheme.known:  # codes in an order that nothing here knows are cut nowhere
+    if scheme is not None and not scheme.known:  # the order of codes is unknown, so no cut is safe
         modules = {_module(name) for name, kind in kinds.items() if kind.dtype.name in DTYPES}
         whole = {name: (1,) * len(kind.shape) for name, kind in kinds.items() if _module(name) in modules}
         return {name: Units(name, name, pieces, pieces) for name, pieces in whole.items()}
@@ -109,13 +113,13 @@ def held_together(tensors: Sequence[WantedTensor], chosen: Chosen) -> dict[str, 
 
 
 def _module(name: str) -> str:
-    """`m.q_proj.qweight`, `m.q_proj.weight.absmax` -> `m.q_proj`."""
+    """The module of a tensor: `m.q_proj.qweight`, `m.q_proj.weight.absmax` -> `m.q_proj`."""
     return name.partition(".weight")[0] if ".weight" in name else name.rpartition(".")[0]
 
 
 def refuse_cut_blocks(target: Target, wanted: Wanted, chosen: Chosen, fmt: Format) -> None:
-    """Raise UsageError E1466 where a format that lays its ranks out itself would part codes from their scales: a box of
-    codes that ends within a block, or whose scales are other ranks'."""
+    """Raise UsageError E1466 if a format with a layout of its own would separate codes from their scales: if a rank's
+    box ends inside a block, or another rank holds its scales."""
     together = held_together(wanted.tensors, chosen) if fmt.holds.own_layout else {}
     if not together:
         return
@@ -152,8 +156,11 @@ def refuse_cut_blocks(target: Target, wanted: Wanted, chosen: Chosen, fmt: Forma
 
 
 def refuse_to_part(chosen: Chosen, whose: str) -> None:
-    """Raise InputError E1486 for quantised weights on their way to a system that knows no scales beside its weights:
-    codes without them are other numbers, and files with both are read by nobody. whose: of the output, in words."""
+    """Raise InputError E1486 for quantised weights on their way to a system that stores no scales with its weights.
+
+    Codes without scales are other numbers, and no program reads that system's files with scales. whose: the output, in
+    words.
+    """
     kinds = model_kinds(row.tensor for row in chosen.stored)
     if not kinds:
         return
@@ -179,7 +186,7 @@ def refuse_to_part(chosen: Chosen, whose: str) -> None:
 
 
 def refuse_codes(tensors: Sequence[LogicalTensor], option: str, path: str) -> None:
-    """Raise UsageError E1465 where `option` is arithmetic on weights and some of `tensors` are codes."""
+    """Raise UsageError E1465 if any of `tensors` is quantised, for an `option` that computes with weights."""
     scheme, found = found_in(model_kinds(tensors), checked=False)
     blocks = [tensor.key.name for tensor in tensors if tensor.dtype.block > 1]
     if blocks or found.weights or scheme is not None:

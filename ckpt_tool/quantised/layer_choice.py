@@ -1,14 +1,14 @@
 """Which weights `--quantize` quantises, by their hub names: the matrices of a model's layers.
 
     quantised    matrices of layers ("...layers.3.self_attn.q_proj.weight"), experts stacked in one tensor
-    stays        vectors (norms, biases); what lies outside the layers (embeddings, heads, final projections);
-                 routers and gates; norms and embeddings inside layers; towers of images and sound, and what joins them
-                 to the language model; what is no float, or no `.weight`
+    stays        vectors (norms, biases); tensors outside the layers (embeddings, heads, final projections);
+                 routers and gates; norms and embeddings inside layers; vision and audio towers and the projectors that
+                 connect them to the language model; tensors that are no floats, or whose name has no `.weight`
 
-The rule leans to what may stay: a layer too few costs bytes, one too many an answer. `--quantize-skip PATTERN` leaves
-more as they are, `--quantize-only PATTERN` says itself which are quantised.
+In doubt a weight stays: a layer too few costs bytes, one too many costs accuracy. `--quantize-skip PATTERN` excludes
+more weights, `--quantize-only PATTERN` replaces the rule.
 Sources: what deepseek-ai/DeepSeek-V3, Qwen/Qwen3-30B-A3B-FP8 and openai/gpt-oss-20b leave in bf16, and llm-compressor's
-examples (`ignore`); `tests/families/test_quantised_rule.py` holds it against the `nn.Linear` of the real classes.
+examples (`ignore`); `tests/families/test_quantised_rule.py` compares the rule with the `nn.Linear` of the real classes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ckpt_tool.core.tensor import LogicalTensor
 _TOWER = re.compile(
     r"vision|visual|audio|tower|image|video|speech|project(or|ion)s?$|multi_modal|connector|aligner|patch"
 )
-_ASIDE = re.compile(r"norm|embed|router|lora|compressor|indexer|rel_pos")  # a module of a layer, and all inside it
-_LAST = re.compile(  # a module that decides where tokens go, or how much passes
+_ASIDE = re.compile(r"norm|embed|router|lora|compressor|indexer|rel_pos")  # excludes a module and all modules inside it
+_LAST = re.compile(  # excludes the module itself: it routes tokens, or decides how much of them passes
     r"^(gate|wg|\w+_gate|weights_proj|eh_proj|head|conv\w*|in_proj_(ba|a|b)|[bf]_proj|f_[ab]_proj)$"
 )
-_TURNED = re.compile(r"(^|\.)h\.\d+\.\w+\.(c_attn|q_attn|c_fc|c_proj)\.weight$")  # GPT-2's, which are no nn.Linear
-_CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")  # models of transformers that have them
+_TURNED = re.compile(r"(^|\.)h\.\d+\.\w+\.(c_attn|q_attn|c_fc|c_proj)\.weight$")  # of GPT-2's Conv1D
+_CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")  # `model_type`s with Conv1D in transformers
 EXPERTS = ".experts."
 SHORT = "vectors (norms, biases)"
 OUTSIDE = "outside the layers (embeddings, heads)"
@@ -35,7 +35,7 @@ OTHER = "no weight of a projection"
 
 
 def why_not(tensor: LogicalTensor) -> str:
-    """Why a tensor stays as it is, "" for one that is quantised."""
+    """The reason why a tensor is not quantised, "" if it is."""
     name = tensor.key.name
     dtype = tensor.dtype
     parts = name.split(".")
@@ -55,7 +55,7 @@ def why_not(tensor: LogicalTensor) -> str:
 
 
 def is_conv1d(name: str, model_type: object) -> bool:
-    """Is it the weight of transformers' Conv1D, (inputs, outputs)? Other models have nn.Linear under the same names.
+    """Is it the weight of transformers' Conv1D, (inputs, outputs)? Other models use the same names for nn.Linear.
 
     >>> [is_conv1d("transformer.h.0.attn.c_attn.weight", each) for each in ("gpt2", "gpt_bigcode")]
     [True, False]
@@ -64,5 +64,5 @@ def is_conv1d(name: str, model_type: object) -> bool:
 
 
 def module_of(name: str) -> str:
-    """The module whose weight a tensor is."""
+    """The name of the module that a weight belongs to."""
     return name.removesuffix(".weight")

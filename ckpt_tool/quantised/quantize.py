@@ -2,11 +2,11 @@
 
     m.weight BF16 [300, 256], --quantize fp8-block   ->   m.weight F8_E4M3 [300, 256], m.weight_scale_inv F32 [3, 2]
 
-The last thing that is done to a model's tensors, under the names and in the layout of the output. What is quantised is
-what would be written without the option: values that `--dequantize` makes, or that `--dtype` rounds, are rounded first,
-so that one run and two give the same bytes. `layer_choice` says what stays; so do weights whose rows the groups of a
-scheme do not divide. The config of the output says the scheme (`written_schemes.config_of`), and every weight is found
-again by what reads such folders, or it is a bug of ours.
+It is the last step applied to a model's tensors, under the names and in the layout of the output. Its input is what
+would be written without the option: values that `--dequantize` makes or `--dtype` rounds are rounded first, so that one
+run and two runs give the same bytes. `layer_choice` decides which weights stay as they are; those whose rows the
+scheme's groups do not divide stay too. The config of the output declares the scheme (`written_schemes.config_of`). As a
+check, the reader of such folders has to find every weight in what is planned, or the run stops with an internal error.
 """
 
 from __future__ import annotations
@@ -45,11 +45,14 @@ UNEVEN = "sizes that are no multiples of {}, which its library's product wants"
 
 
 def quantize(chosen: Chosen, job: Conversion) -> Chosen:
-    """`chosen` whose weights are codes and scales.
+    """`chosen` with codes and scales in place of its weights.
 
-    Raises UsageError E1465 for weights that are codes already, E2721 where there is nothing to quantise, E2723 for
-    stacked experts that a scheme has no place for, E2724 for patterns without the option, E2725 for names that are not
-    the hub's, E0264 with --plan and --ray; InconsistentCheckpoint E2720 while reading for what is no finite number."""
+    Raises:
+        UsageError: E1465 for weights that are codes already, E2721 if there is nothing to quantise, E2723 for stacked
+            experts that the scheme can't store, E2724 for patterns without the option, E2725 for names that are not the
+            hub's, E0264 with --plan and --ray.
+        InconsistentCheckpoint: E2720, while values are read, for one that is no finite number.
+    """
     writing = job.writing
     if writing.quantize is None:
         _refuse_options_alone(writing)
@@ -106,7 +109,7 @@ def quantize(chosen: Chosen, job: Conversion) -> Chosen:
 
 
 def refuse_names(chosen: Chosen, job: Conversion, option: str) -> None:
-    """Raise UsageError E2725 for an output under another system's names: no library quantises by those."""
+    """Raise UsageError E2725 if the output has another system's names: quantised folders always have the hub's."""
     names = chosen.all_hints.dialect or chosen.home if job.dialect == "keep" else job.dialect
     if names not in (HUB, "keep"):
         raise UsageError(
@@ -117,6 +120,7 @@ def refuse_names(chosen: Chosen, job: Conversion, option: str) -> None:
 
 
 def _refuse_options_alone(writing: Writing) -> None:
+    """Raise UsageError E2724 for --quantize-skip or --quantize-only without --quantize."""
     lone = [name for name, given in (("skip", writing.quantize_skip), ("only", writing.quantize_only)) if given]
     if lone:
         raise UsageError(
@@ -129,7 +133,7 @@ def _refuse_options_alone(writing: Writing) -> None:
 def _find_staying(
     rows: Mapping[str, Stored], scheme: Scheme, skip: Sequence[str], only: Sequence[str]
 ) -> dict[str, str]:
-    """Name -> why it stays as it is. Raises UsageError E0255 for patterns that match nothing."""
+    """The tensors that are not quantised: name -> the reason. Raises UsageError E0255 for patterns without a match."""
     all_names = Names(rows)
     skipped, misses = all_names.matched(skip)
     only_names, only_misses = all_names.matched(only)
@@ -157,6 +161,7 @@ def _find_staying(
 
 
 def _refuse_stacked(taken: Iterable[str], scheme: Scheme) -> None:
+    """Raise UsageError E2723 for stacked experts, unless the scheme can store them."""
     stacked = [name for name in taken if EXPERTS in name and not name.endswith(".weight")]
     if scheme.form and stacked:
         raise UsageError(
@@ -169,19 +174,19 @@ def _refuse_stacked(taken: Iterable[str], scheme: Scheme) -> None:
 
 
 def _torch_name(dtypes: Iterable[DType]) -> str | None:
-    """What a config calls the dtype that most of the weights had."""
+    """torch's name for the most frequent dtype among the weights, as a config states it."""
     ((dtype, _),) = Counter(dtypes).most_common(1)
     return dtype.torch
 
 
 def _narrow(dtype: DType) -> DType:
-    """The dtype of scales beside such weights: 64 bits are more than anything computes in."""
+    """The dtype of scales for weights of this dtype: F32 instead of F64, since nothing computes in more."""
     return DTYPES["F32"] if dtype.name == "F64" else dtype
 
 
 def modules_that_stay(stays: Mapping[str, Shape], taken: Iterable[str]) -> list[str]:
-    """The modules that a config says are not quantised: every matrix that stays, and the head, which may be tied.
-    stays: name -> shape; taken: names of the weights that are quantised."""
+    """The modules that the config lists as not quantised: every matrix that stays, and the head, even if it is tied and
+    so not stored. stays: name -> shape; taken: names of the weights that are quantised."""
     modules = [module_of(name) for name, shape in stays.items() if name.endswith(".weight") and len(shape) > 1]
     modules = [name for name in modules if "embed" not in name.rpartition(".")[2]]
     head = () if any(module_of(name) == _HEAD for name in taken) else (_HEAD,)
@@ -195,7 +200,8 @@ def _recipes(
     made: Mapping[str, Mapping[str, tuple[str, TensorKind]]],
     floats: Mapping[str, DType],
 ) -> list[tuple[list[Recipe], Figures]]:
-    """For each weight, how the tensors that it becomes are computed, and its errors. made, floats: by its name."""
+    """For each weight, how to compute the tensors that replace it, and its errors. made, floats: by the weight's
+    name."""
     from ckpt_tool.quantised.error_stats import Figures
     from ckpt_tool.quantised.quantize_recipes import Codes, GlobalScale, KnownMaxima, Numbers, Scales, ThreadCache
 
@@ -227,8 +233,8 @@ def _recipes(
 def _replace_weights(
     stored: Iterable[Stored], made: Mapping[str, Mapping[str, tuple[str, TensorKind]]]
 ) -> tuple[Stored, ...]:
-    """The tensors with those that a weight becomes in its place. They are still the weight's own: what computes takes
-    over by key."""
+    """The rows, with those of codes and scales in place of each weight. They keep the weight's other fields:
+    `with_computed` replaces tensors by key."""
     out: list[Stored] = []
     for row in stored:
         parts = made.get(row.tensor.key.name) if row.tensor.key.state == MODEL else None
@@ -243,10 +249,10 @@ def _replace_weights(
 def check_found(
     made: Mapping[str, Mapping[str, tuple[str, TensorKind]]], config: Mapping[str, Any], option: str
 ) -> None:
-    """Is every weight found by the rules that such folders are read by?"""
+    """Raise InternalError unless the reader of quantised folders finds exactly these weights in the planned tensors."""
     kinds = {name: kind for parts in made.values() for name, kind in parts.values()}
     scheme = quantisation(config)
-    if scheme is not None:  # biases are none of what is laid out
+    if scheme is not None:  # only the tensors of weights are checked here, and experts' biases are not among them
         scheme = scheme._replace(declared=scheme.declared._replace(expert_biases=False))
     found = found_by(scheme, kinds)
     found_names = {weight.made for weight in found.weights.values()}
@@ -274,7 +280,7 @@ def _few(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Errors:
-    """What the report says of quantised weights (`sources.chosen.Reported`)."""
+    """The quantisation errors in the report, as `sources.chosen.Reported`."""
 
     scheme: Scheme
     figures: tuple[Figures, ...]
@@ -282,6 +288,7 @@ class Errors:
     stays: Mapping[str, int]  # why tensors stay -> how many
 
     def document(self, *, done: bool) -> dict[str, Any]:
+        """The report's entry; once the output is written (done), with the error of each weight."""
         rows = list[dict[str, object]]()
         if done:
             for figure in self.figures:
@@ -298,7 +305,7 @@ class Errors:
         }
 
     def _complete(self, figure: Figures) -> None:
-        """Quantise again what no thread had whole, or what the run before had done."""
+        """Quantise once more the grains that no thread had completely, or that an interrupted run had written."""
         bits = self.scheme.bits
         for start, stop in [*figure.missing()]:
             self.tree.view(f"{MODEL}/{figure.lead}", start * bits // 8, (stop - start) * bits // 8)

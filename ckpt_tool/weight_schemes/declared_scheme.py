@@ -259,7 +259,7 @@ QUANTO = Declared((WantedParts(frozenset({"quanto"}), (1, 0)),), is_stated=True)
 
 
 def _list_fp8_parts(stated: Mapping[str, Any], block: tuple[int, ...]) -> tuple[WantedParts, ...]:
-    """The block of FP8 weights: as the config says, else one scale a tensor, one a row, or 128 x 128 (as in transformers).
+    """The block of FP8 weights: as the config says, else one scale a tensor, one a row, or 128 x 128 (transformers).
     FP4 weights in the same model (DeepSeek V4's experts) have groups of their own."""
     fp8 = frozenset({"fp8", "int8"})
     beside = WantedParts(frozenset({"fp4"}))
