@@ -2,9 +2,9 @@
 
     llama.block_count 32, llama.attention.head_count_kv 8, ...   <->   num_hidden_layers 32, num_key_value_heads 8, ...
 
-Each architecture of llama.cpp has the model type of the hub that it stands for and the keys that it has beside those of
-every decoder. What the metadata leaves unsaid is taken from the tensors (vocabulary, tied head, experts' kind), or is
-what transformers takes where a config is silent. Numbers of 32 bits come back as the shortest decimal that is the same
+Each row of the table has an architecture of llama.cpp, the hub's model type for it, and the keys that it has in addition
+to those of every decoder. What the metadata does not state is taken from the tensors (vocabulary, tied head, kind of
+experts), or is the default of transformers. Numbers of 32 bits are converted to the shortest decimal that is the same
 fp32: 9.99999997e-07 is 1e-06.
 
 Sources: llama.cpp of October 2026 `conversion/{base,llama,qwen,gemma,deepseek,phi,gpt_oss}.py` (`set_gguf_parameters`), gguf
@@ -33,7 +33,7 @@ TRUTH = "BOOL"
 
 
 class Key(NamedTuple):
-    """A row of the table: the metadata's key behind `ARCH.`, the config's, the type of its value."""
+    """A row of the table: the metadata's key without its prefix `ARCH.`, the config's key, the type of the value."""
 
     stated: str
     hub: str
@@ -41,14 +41,14 @@ class Key(NamedTuple):
 
 
 class Architecture(NamedTuple):
-    """An architecture of llama.cpp beside the hub's config of it."""
+    """An architecture of llama.cpp, and how the hub's config describes the same model."""
 
     name: str  # llama.cpp's
     model_type: str  # the hub's
-    more: tuple[Key, ...] = ()  # keys beside those of every decoder
-    experts: str = ""  # the config's word for their number, where it has any
+    more: tuple[Key, ...] = ()  # keys in addition to those of every decoder
+    experts: str = ""  # the config's key for the number of experts, "" for a dense model
     act: str = "silu"  # the activation
-    fixed: Config = {}  # what it computes with, whatever a config says
+    fixed: Config = {}  # constants of llama.cpp's implementation: a config with other values can't be converted
 
 
 DECODER = (
@@ -118,8 +118,8 @@ ARCHITECTURES = (
     ),
 )  # fmt: skip
 _DENSE_FIRST = frozenset(("deepseek_v2", "deepseek_v3"))
-_WITHOUT_ROPE = frozenset(("gemma", "gemma2"))  # whose bases llama.cpp takes for granted
-_TURNS = {"gemma3": 6, "gpt-oss": 2}  # the last of so many layers attends to all, the others have windows
+_WITHOUT_ROPE = frozenset(("gemma", "gemma2"))  # llama.cpp has their rope bases as constants
+_TURNS = {"gemma3": 6, "gpt-oss": 2}  # every n-th layer has full attention, the others a sliding window
 _ROPE_WORDS = {
     "factor": "rope.scaling.factor",
     "original_max_position_embeddings": "rope.scaling.original_context_length",
@@ -134,10 +134,11 @@ _ROPE_WORDS = {
 
 
 def metadata(config: Config) -> tuple[list[Pair], list[str]]:
-    """(the pairs that a config comes to, lines about what has no word). config: the language model's part, the hub's.
+    """The metadata pairs of a hub config, as (pairs, lines about settings that GGUF has no key for).
 
-    Raises UsageError E1711 for a model type without an architecture, and for what an architecture can't say, all at
-    once."""
+    Raises UsageError E1711 for a model type without an architecture, and for all settings that llama.cpp computes
+    differently, at once.
+    """
     config = _language_part(config)
     found = next((each for each in ARCHITECTURES if each.model_type == config.get("model_type")), None)
     if found is None:
@@ -151,6 +152,7 @@ def metadata(config: Config) -> tuple[list[Pair], list[str]]:
     faults = list(_faults(config, found))
     out: list[Pair] = [(ARCHITECTURE, "STRING", found.name), ("general.type", "STRING", "model")]
     own = {**config, "num_key_value_heads": config.get("num_key_value_heads", config.get("num_attention_heads"))}
+    # llama.cpp runs latent attention in its compressed form, in which all heads share one key.
     if found.model_type in _DENSE_FIRST:
         own = {**_deepseek(own), "num_key_value_heads": 1}  # latent attention is that of one head of keys
 
@@ -178,9 +180,11 @@ def metadata(config: Config) -> tuple[list[Pair], list[str]]:
 
 
 def rope_factors(config: Config) -> list[float] | None:
-    """By what llama.cpp divides the frequencies of Llama 3's rope (`rope_freqs.weight`), None for other ropes.
+    """The numbers by which llama.cpp divides the frequencies of Llama 3's rope (`rope_freqs.weight`); None for other
+    ropes.
 
-    Computed as the converter does, in fp32 where it does so. Source: `conversion/llama.py`, `generate_extra_tensors`.
+    Each step is rounded to fp32 where llama.cpp's converter does so, so that the tensor is equal byte for byte.
+    Source: `conversion/llama.py`, `generate_extra_tensors`.
     """
     rope = rope_of(_language_part(config))
     if str(rope.get("rope_type", "")).lower() != "llama3" or config.get("model_type") not in ("llama", "mistral"):
@@ -190,7 +194,7 @@ def rope_factors(config: Config) -> list[float] | None:
     hidden = config.get("hidden_size")
     heads = config.get("num_attention_heads")
     dim = config.get("head_dim") or (hidden // heads if type(hidden) is int and type(heads) is int and heads else 0)
-    if dim > 1 << 16:  # no head is so wide: metadata that lies
+    if dim > 1 << 16:  # no head is so wide: the metadata is damaged
         return None
     base = rope.get("rope_theta", 10000.0)
     factor = rope.get("factor", 8.0)
@@ -200,7 +204,7 @@ def rope_factors(config: Config) -> list[float] | None:
     out = []
     for at in range(0, dim, 2):
         frequency = _single(1.0 / _single(base ** _single(at / dim)))
-        wave = _single(_single(1.0 / frequency) * _single(2 * math.pi))  # so torch divides a number by a tensor
+        wave = _single(_single(1.0 / frequency) * _single(2 * math.pi))  # torch divides a number by a tensor this way
         if wave < old / high:
             out.append(1.0)
         elif wave > old / low or high == low:
@@ -212,7 +216,7 @@ def rope_factors(config: Config) -> list[float] | None:
 
 
 def rope_of(config: Config) -> dict[str, Any]:
-    """The rope of the whole attention in transformers 5's words, of configs of 4 too."""
+    """The rope of the layers with full attention under the keys of transformers 5, for configs of 4 too."""
     new = config.get("rope_parameters")
     rope: Config = new if isinstance(new, Mapping) else {}
     if isinstance(rope.get("full_attention"), Mapping):
@@ -234,7 +238,7 @@ def _language_part(config: Config) -> Config:
 
 
 def _is(value: Any, kind: str) -> bool:
-    """Does a pair of this type hold it?"""
+    """Whether a metadata pair of this type can hold the value."""
     if kind == TRUTH:
         return isinstance(value, bool)
     if kind == FLOAT:
@@ -250,7 +254,7 @@ def _number(value: Any, key: Key, faults: list[str]) -> Any:
 
 
 def _deepseek(config: Config) -> Config:
-    """What the converter states of it otherwise than the config does."""
+    """A DeepSeek config with the defaults that llama.cpp's converter writes explicitly."""
     out = dict(config)
     if out.get("first_k_dense_replace") is None:
         out["first_k_dense_replace"] = 0
@@ -261,7 +265,7 @@ def _deepseek(config: Config) -> Config:
 
 
 def _computed_pairs(config: Config, found: Architecture) -> Iterable[Pair]:
-    """Keys that are computed of several of the config's."""
+    """The pairs that are computed from several keys of the config."""
     heads = config["num_attention_heads"]
     hidden = config["hidden_size"]
     if found.name == "llama":
@@ -285,6 +289,7 @@ def _computed_pairs(config: Config, found: Architecture) -> Iterable[Pair]:
 
 
 def _rope(config: Config, found: Architecture, faults: list[str]) -> Iterable[Pair]:
+    """The pairs of the rope; a kind that the architecture lacks is added to `faults`."""
     if found.model_type in _WITHOUT_ROPE:
         return
 
@@ -316,7 +321,7 @@ def _rope(config: Config, found: Architecture, faults: list[str]) -> Iterable[Pa
 
 
 def _faults(config: Config, found: Architecture) -> Iterable[str]:
-    """What the architecture computes otherwise."""
+    """One line for each setting of the config that llama.cpp's implementation does not follow."""
     act = config.get("hidden_activation") or config.get("hidden_act") or found.act
     if act not in (found.act, "gelu" if found.act == _GELU else found.act):
         yield f"the activation {act}: {found.name} computes {found.act}"
@@ -350,6 +355,7 @@ def _faults(config: Config, found: Architecture) -> Iterable[str]:
 
 
 def _unsaid(config: Config, found: Architecture) -> Iterable[str]:
+    """One line for each setting of the config that the metadata has no key for."""
     if found.name == "llama" and config.get("sliding_window") is not None:
         yield f"sliding_window {config['sliding_window']} has no word in llama's metadata: llama.cpp attends to all"
     ahead = config.get("num_nextn_predict_layers")
@@ -365,8 +371,11 @@ def _unsaid(config: Config, found: Architecture) -> Iterable[str]:
 
 
 def foreign(stated: Config) -> InputError | None:
-    """Why no family is asked, where the metadata states an architecture without a row here: others have the same names
-    for tensors that lie, or are meant, otherwise (norms of EXAONE 4 look as Gemma 3's, which are stored plus one)."""
+    """The error for metadata with an architecture that has no row here; None if it has one.
+
+    Names alone must not decide: other architectures use the same names for tensors of another layout or meaning (the
+    norms of EXAONE 4 are named like those of Gemma 3, which are stored plus one).
+    """
     name = stated.get(ARCHITECTURE)
     known = dict.fromkeys(each.name for each in ARCHITECTURES)
     if name is None or name in known:
@@ -383,11 +392,15 @@ def foreign(stated: Config) -> InputError | None:
 def hub_config(
     stated: Config, shapes: Mapping[str, tuple[int, ...]], factors: tuple[float, ...] = ()
 ) -> dict[str, Any] | None:
-    """The config.json of the same model, None for an architecture without a row here.
+    """The config.json of the model that the metadata describes; None for an architecture without a row here.
 
-    stated: the metadata (`core.hints.Stated`). shapes: {tensor: shape} under llama.cpp's names. factors: the values of
-    `rope_freqs.weight`, from which Llama 3's rope is found again.
-    Raises InputError E1712 for values that no config has a word for, all at once.
+    Args:
+        stated: The metadata (`core.hints.Stated`).
+        shapes: {tensor: shape} under llama.cpp's names.
+        factors: The values of `rope_freqs.weight`, from which the settings of Llama 3's rope are recovered.
+
+    Raises:
+        InputError: E1712, values that no config has a key for, all at once.
     """
     name = stated.get(ARCHITECTURE)
     rows = [each for each in ARCHITECTURES if each.name == name]
@@ -413,6 +426,7 @@ def hub_config(
     config["hidden_activation" if found.act == _GELU and name != "gemma" else "hidden_act"] = found.act
     _backwards(config, own, found, faults)
     config |= _hub_rope(config, own, found, faults)
+    # Not in the metadata of most architectures: the tensors show it.
     embedding = shapes.get("token_embd.weight")
     if embedding:
         config["vocab_size"] = embedding[0]
@@ -443,7 +457,7 @@ def hub_config(
 
 
 def _choose_by_tensors(rows: list[Architecture], shapes: Mapping[str, tuple[int, ...]]) -> Architecture:
-    """Which of the model types of one architecture the tensors are of."""
+    """The model type of a shared architecture, by tensors that only one of them has (router bias, experts)."""
     ends = {name.partition(".")[2].partition(".")[2] for name in shapes if name.startswith("blk.")}
     if rows[0].name == "deepseek2":
         return rows[0] if "exp_probs_b.bias" in ends else rows[1]
@@ -451,7 +465,7 @@ def _choose_by_tensors(rows: list[Architecture], shapes: Mapping[str, tuple[int,
 
 
 def _backwards(config: dict[str, Any], own: Config, found: Architecture, faults: list[str]) -> None:
-    """What `_computed_pairs` has computed."""
+    """Add the config keys from which `_computed_pairs` computes its pairs: the inverse of that function."""
     if found.name == "deepseek2":
         config["num_key_value_heads"] = config.get("num_attention_heads")
         whole = own.get("attention.key_length_mla")
@@ -486,9 +500,12 @@ def _backwards(config: dict[str, Any], own: Config, found: Architecture, faults:
 
 
 def _scalar(config: Config, found: Architecture) -> int:
-    """What a head's products are scaled by: the largest models of each generation by hidden / heads, as llama.cpp's
-    `src/models/gemma2.cpp` and `gemma3.cpp` have it."""
-    largest = {"gemma2": 46, "gemma3": 62}[found.name]
+    """`query_pre_attn_scalar`, which the metadata does not state.
+
+    It is hidden / heads for the largest model of each generation and the head size for all others, as in llama.cpp's
+    `src/models/gemma2.cpp` and `gemma3.cpp`.
+    """
+    largest = {"gemma2": 46, "gemma3": 62}[found.name]  # layers
     hidden = config.get("hidden_size")
     heads = config.get("num_attention_heads")
     if config.get("num_hidden_layers") == largest and hidden and heads:
@@ -513,7 +530,7 @@ def _hub_rope(config: Config, own: Config, found: Architecture, faults: list[str
         return out
     scaling: dict[str, Any] = {"rope_type": kind}
     if found.name == "gpt-oss":
-        scaling["truncate"] = False  # so it was trained; no key says it, and ggml rounds the bounds of the turns
+        scaling["truncate"] = False  # gpt-oss was trained this way; GGUF has no key for it, and ggml rounds the bounds
     for key, stated in _ROPE_WORDS.items():
         if own.get(stated) is not None:
             scaling[key] = shortest(own[stated]) if isinstance(own[stated], float) else own[stated]
@@ -524,8 +541,11 @@ def _hub_rope(config: Config, own: Config, found: Architecture, faults: list[str
 
 
 def _llama3(config: Config, factors: tuple[float, ...]) -> dict[str, Any] | None:
-    """The rope of Llama 3 that comes to these factors, with the numbers of Meta's releases first. Other machines' powers
-    differ in the last bit."""
+    """The settings of Llama 3's rope that give these factors, None if there are none.
+
+    The values of Meta's releases are tried first. Factors are compared with a tolerance, as `pow` differs in the last
+    bit between machines.
+    """
     for old in (8192, *(1 << n for n in range(4, 18))):
         scaling = {
             "rope_type": "llama3", "factor": shortest(max(factors)), "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -551,5 +571,5 @@ def shortest(value: float) -> float:
 
 
 def _single(value: float) -> float:
-    """Rounded to fp32."""
+    """`value` rounded to fp32."""
     return float(struct.unpack("<f", struct.pack("<f", value))[0])

@@ -3,12 +3,12 @@
     dialects={"gguf": gguf.MODEL + gguf.ROTARY + gguf.NORMS + gguf.MLP}      # Llama, Mistral
     dialects={"gguf": gguf.MODEL + gguf.ATTENTION + gguf.QKV_BIAS + ...}     # Qwen2
 
-Rotations. ggml's plain rope turns neighbouring rows of a head, the hub row j of its first half with row j of its second:
-query and key rows of architecture `llama` are (c 2) where the hub has (2 c), c = d / 2. Architectures with ggml's NEOX
-rope have the hub's order. Experts lie stacked; norms of Gemma are stored as 1 + weight; latent attention has the two
-halves of kv_b apart, the keys' turned. `rope_freqs.weight` is made of the config (`systems.llamacpp.passes.gguf_metadata`) and has no
-twin on the hub. Layers of multi-token prediction of DeepSeek are left out, as llama.cpp's converter does (`skip_mtp` in
-`conversion/deepseek.py`): `Variant.short`.
+Rotations. ggml's plain rope rotates neighbouring rows of a head, the hub row j of its first half with row j of its
+second: query and key rows of architecture `llama` are (c 2) where the hub has (2 c), c = d / 2. Architectures with
+ggml's NEOX rope have the hub's order. Experts are stacked; norms of Gemma are stored as 1 + weight; latent attention has
+the two halves of kv_b as separate tensors, that of the keys transposed. `rope_freqs.weight` is computed from the config
+(`systems.llamacpp.passes.gguf_metadata`) and has no counterpart on the hub. Layers of multi-token prediction of DeepSeek
+are left out, as llama.cpp's converter does (`skip_mtp` in `conversion/deepseek.py`): `Variant.short`.
 
 Sources: llama.cpp of October 2026 `conversion/{base,llama,qwen,gemma,deepseek,phi,gpt_oss}.py` (`modify_tensors`), gguf 0.19.0
 `tensor_mapping.py`. A family is here if the output of that converter for a real small model was equal to ours, byte for
@@ -107,7 +107,7 @@ SHARED_EXPERT = """
         = model.layers.{i}.mlp.shared_expert.<gate|up|down>_proj.weight : s h, s h, h s
     blk.{i}.ffn_gate_inp_shexp.weight : 1 h = model.layers.{i}.mlp.shared_expert_gate.weight : 1 h
 """
-# gpt-oss': gate and up apart, whose rows the hub has in turns
+# gpt-oss: gate and up are separate tensors, whose rows the hub interleaves in one
 SINKS_AND_EXPERTS = """
     blk.{i}.<attn_norm|post_attention_norm>.weight : h = model.layers.{i}.<input|post_attention>_layernorm.weight : h
     blk.{i}.attn_sinks.weight : (g r) = model.layers.{i}.self_attn.sinks : (g r)
@@ -117,7 +117,7 @@ SINKS_AND_EXPERTS = """
     blk.{i}.ffn_down_exps.<weight|bias> : e h m, e h
         = model.layers.{i}.mlp.experts.<down_proj|down_proj_bias> : e m h, e h
 """
-# of k heads, whose keys have y parts without a rotation and values z
+# Latent attention. Axes: k heads, y elements of a key that are not rotated, z elements of a value
 LATENT = """
     blk.{i}.attn_q.weight : a h = model.layers.{i}.self_attn.q_proj.weight : a h
     blk.{i}.<attn_q_a|attn_q_b|attn_q_a_norm>.weight : q h, a q, q
@@ -139,7 +139,7 @@ DEEPSEEK = MODEL + NORMS + LATENT + MLP + ROUTER + EXPERTS
 
 
 def centred(text: str) -> str:
-    """The rules with norms that are stored as 1 + weight.
+    """The same rules for a model whose norms are stored as 1 + weight.
 
     >>> centred("output_norm.weight : h = model.norm.weight : h")
     'output_norm.weight : h = model.norm.weight : h * add(1)'
@@ -147,7 +147,7 @@ def centred(text: str) -> str:
     return re.sub(r"(norm\.weight : \w+)(?=\s*$)", r"\1 * add(1)", text, flags=re.MULTILINE)
 
 
-# Gemma's, three generations
+# Gemma's three generations
 GEMMA = centred(MODEL + NORMS) + ATTENTION + MLP
 GEMMA2 = centred(MODEL + SANDWICH) + ATTENTION + MLP
 GEMMA3 = GEMMA2 + centred(QK_NORMS)

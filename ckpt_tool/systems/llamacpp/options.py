@@ -1,4 +1,4 @@
-"""The options that GGUF alone has."""
+"""The options of the command line that only GGUF has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "tq1
 
 @dataclass(frozen=True, slots=True)
 class GgufOptions:
-    """Which matrices are written in which of ggml's types. None and (): not given."""
+    """The ggml type to write, and the matrices that get it. None and () mean that the option is not given."""
 
     gguf_type: str | None = TRAVEL.option(
         f"Write matrices in this type: {', '.join(GGUF_TYPES)}. Default: as in the source.",

@@ -1,4 +1,4 @@
-"""What the metadata of GGUF files says of a source's model."""
+"""The config of a GGUF source's model, read from its metadata."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from ckpt_tool.sources.config import ModelConfig
 from ckpt_tool.sources.opening import Opened
 from ckpt_tool.systems.llamacpp.config import ROPE_FREQS, foreign, hub_config
 
-_MOST_FREQUENCIES = 4096
+_MOST_FREQUENCIES = 4096  # half of a head's elements: no head is so wide
 
 
 def read_metadata(opened: Opened) -> ModelConfig | None:
-    """The config in the hub's words, None where the source has no such metadata.
+    """The model's config under the hub's keys, None if the source has no GGUF metadata.
 
-    An architecture that is no family's gives a ModelConfig without a config that says why. Raises InputError E1712."""
+    For an architecture without a family the ModelConfig has no config but the error that explains it. Raises InputError
+    E1712.
+    """
     stated = opened.catalog.hints.get(Stated)
     if stated is None:
         return None
@@ -28,7 +30,7 @@ def read_metadata(opened: Opened) -> ModelConfig | None:
 
 
 def _rope_frequencies(opened: Opened) -> tuple[float, ...]:
-    """The few numbers that llama.cpp keeps of Llama 3's rope, () where there are none."""
+    """The values of `rope_freqs.weight`, which llama.cpp stores for Llama 3's rope; () if there is no such tensor."""
     tensor = opened.catalog.tensors.get(TensorKey(ROPE_FREQS))
     if tensor is None or tensor.dtype.name != "F32" or tensor.numel > _MOST_FREQUENCIES or len(tensor.chunks) != 1:
         return ()

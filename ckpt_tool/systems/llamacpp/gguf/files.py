@@ -24,13 +24,13 @@ _SPLIT = re.compile(r"(?P<stem>.+)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf", re.
 
 
 class GgufFiles(NamedTuple):
-    """The files of one model in their order; of a split all that there should be."""
+    """The files of one model."""
 
-    files: tuple[str, ...]
+    files: tuple[str, ...]  # in order; of a split every file that its names count, present or not
 
 
 def split_name(stem: str, number: int, count: int) -> str:
-    """number: from 0.
+    """The name of one file of a split. number: from 0; names count from 1.
 
     >>> split_name("model", 0, 3)
     'model-00001-of-00003.gguf'
@@ -39,12 +39,12 @@ def split_name(stem: str, number: int, count: int) -> str:
 
 
 def models(tree: Tree) -> list[GgufFiles]:
-    """Every model that lies directly in the tree, by names and the first four bytes."""
+    """Every GGUF model at the top level of the tree, recognised by names and the first four bytes."""
     if tree.single is not None:
         return [_model_of(tree.single)] if _is_gguf(tree, tree.single) else []
     names = [name for name in tree.seen(tree.names()) if name.endswith(SUFFIX) and tree.listing()[name] >= 0]
     found = [_model_of(name) for name in names if _is_gguf(tree, name)]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(found))  # every file of a split gives the same list of names
 
 
 def _is_gguf(tree: Tree, name: str) -> bool:
@@ -63,8 +63,11 @@ def _model_of(name: str) -> GgufFiles:
 
 
 def chosen_model(tree: Tree) -> GgufFiles:
-    """The one model. Raises UnknownFormat E0393 for none, E1704 for several; Incomplete E1703 for files of a split that
-    are missing."""
+    """The only GGUF model of the tree.
+
+    Raises UnknownFormat E0393 if there is none, E1704 if there are several; Incomplete E1703 if files of a split are
+    missing.
+    """
     found = models(tree)
     if not found:
         raise UnknownFormat(
@@ -103,13 +106,14 @@ def chosen_model(tree: Tree) -> GgufFiles:
 
 
 def check_split(tree: Tree, headers: list[Header]) -> None:
-    """Raise InconsistentCheckpoint E1705 where what the files state of the split is not what their names say, or one is
-    of the other byte order."""
+    """Raise InconsistentCheckpoint E1705 if the split that the headers record differs from the one that the names give,
+    or if the files differ in byte order."""
     total = sum(len(header.tensors) for header in headers)
     count = len(headers)
     for number, header in enumerate(headers):
         wanted = dict(zip(SPLIT_KEYS, (number, count, total), strict=True))
         stated = {key: header.value(key) for key in SPLIT_KEYS if key in header.entries}
+        # A single file need not record a split at all.
         if count == 1 and stated.get("split.count") in (None, 0, 1):
             continue
         wrong = next((key for key, value in stated.items() if value != wanted[key]), None)

@@ -1,12 +1,12 @@
-"""The types of the tensors of an output, by llama.cpp's rule.
+"""The ggml type of each tensor of a GGUF output, by the rule of llama.cpp's converter.
 
     --gguf-type q8_0    blk.0.attn_q.weight Q8_0, blk.0.attn_norm.weight F32, blk.0.ffn_gate_inp.weight F32
     --gguf-type mxfp4 --gguf-only '*_exps.weight'    blk.0.ffn_up_exps.weight MXFP4, blk.0.attn_q.weight BF16
 
-What has one dim, norms, routers and all that is no `.weight` is F32: most of ggml takes these in no other type. The
-rest is of the type that was asked for, or as the source has it. Rows that are no whole blocks fall back to F16. Of the
-two ternary types the embedding and the head are F16. Source: llama.cpp of October 2026 `conversion/base.py`,
-`prepare_tensors`; gguf 0.19.0 `tensor_mapping.py` for the names.
+Tensors of one dim, norms, routers and everything that is not called `.weight` are F32: most of ggml takes these in no
+other type. The others have the requested type, or that of the source. Rows whose length is not a multiple of the block
+size fall back to F16. With the two ternary types the embedding and the head are F16. Source: llama.cpp of October 2026
+`conversion/base.py`, `prepare_tensors`; gguf 0.19.0 `tensor_mapping.py` for the names.
 """
 
 from __future__ import annotations
@@ -26,19 +26,25 @@ from ckpt_tool.weight_schemes.ggml_types import of_name
 REQUANTISED = "E1708"
 _ALWAYS = re.compile(r"blk\.\d+\.(ffn_gate_inp|ffn_gate_inp_shexp|ssm_conv1d|shortconv\.conv|indexer\.proj)\.weight")
 _ENDS = ("token_embd.weight", "output.weight")
-_HELD = ("F32", "F16", "BF16")
+_HELD = ("F32", "F16", "BF16")  # float types in which a matrix of another format stays
 
 
 def fit_types(tensors: Sequence[LogicalTensor], wish: LayoutWish, *, renamed: bool) -> Fitted:
-    """The tensors with the types that those which change shall have.
+    """The tensors, with the new type of each one that changes its type.
 
-    renamed: the names have just become llama.cpp's. Raises UsageError E1708 for tensors of blocks that would be
-    quantised once more, E0255 for patterns that match nothing, E2724 where no type is given for them.
+    Args:
+        tensors: The tensors of the output.
+        wish: Options of the user, among them `--gguf-type` and `--gguf-only`.
+        renamed: The names were converted to llama.cpp's in this run: then its rule holds without `--gguf-type` too.
+
+    Raises:
+        UsageError: E1708, blocks that would be quantised again; E0255, patterns that match nothing; E2724, patterns
+            without a type.
     """
     options = wish.of(GgufOptions)
     only = _names_asked_for(tensors, options)
     rows = tuple(enumerate(tensors))
-    if options.gguf_type is None and not renamed:
+    if options.gguf_type is None and not renamed:  # GGUF to GGUF: nothing changes
         return Fitted(rows)
 
     asked = of_name(options.gguf_type.upper()) if options.gguf_type else None
@@ -63,7 +69,7 @@ def fit_types(tensors: Sequence[LogicalTensor], wish: LayoutWish, *, renamed: bo
 
 
 def _names_asked_for(tensors: Sequence[LogicalTensor], options: GgufOptions) -> frozenset[str] | None:
-    """The names of the tensors that `--gguf-only` matches; None without it: all."""
+    """The names of the tensors that `--gguf-only` matches, None (meaning all) without that option."""
     if not options.gguf_only:
         return None
     if options.gguf_type is None:
@@ -79,7 +85,7 @@ def _names_asked_for(tensors: Sequence[LogicalTensor], options: GgufOptions) -> 
 
 
 def _kind(tensor: LogicalTensor, asked: DType | None, *, cast: bool) -> DType | None:
-    """None where the tensor is written as it is, or as `--dtype` says."""
+    """The type in which a float tensor is written; None if it keeps its type, or has the one of `--dtype`."""
     name = tensor.key.name
     if (
         len(tensor.shape) <= 1

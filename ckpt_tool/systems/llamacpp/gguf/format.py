@@ -8,19 +8,19 @@ Specification (gguf 0.19.0 `gguf_writer.py`, `gguf_reader.py`; llama.cpp of Octo
 * `GGUF`, u32 version (2 or 3), u64 tensors, u64 pairs. Pairs: key (u64 length, UTF-8), u32 type, value; a string has a
   u64 length, an array u32 type, u64 count, values. Tensors: name, u32 dims, u64 each, **fastest first**, u32 type, u64
   offset from where the values begin. Values begin at the next multiple of `general.alignment` (32), and so does each.
-* Values are packed: each tensor begins where the one before it in the table ends, padded by zeros to the alignment, and
-  nothing is stored behind the last one (`gguf_init_from_file`, which refuses any other offset).
+* Values are packed: each tensor begins where the previous one in the table ends, padded by zeros to the alignment, and
+  nothing is stored after the last one (`gguf_init_from_file`, which refuses any other offset).
 * A file of big-endian numbers (s390x) has the bytes of its version swapped, and all numbers, those of blocks too.
 * Types (`types`): F32, F16, BF16, F64, I8 to I64, and blocks of a row: this many elements in so many bytes.
-* ggml counts no dims of 1 after the last other: what llama.cpp's quantiser writes of a matrix of one row has one dim,
-  where its converter gave it two. Of the models known here that is the gate of a shared expert (`_ONE_ROW`).
+* ggml drops trailing dims of 1: a matrix of one row has two dims as llama.cpp's converter writes it, but one dim after
+  its quantiser. Of the models known here that is the gate of a shared expert (`_ONE_ROW`).
 * Splits: `NAME-00001-of-00003.gguf`, each with a header, tensors and `split.no`, `split.count`,
   `split.tensors.count`; the first one alone has the rest of the metadata.
 
-Above the files a tensor of blocks has its rows' blocks for items (`DType.block`): it is moved as it is, GGUF to GGUF,
-and everything else wants `--dequantize`, which makes floats of it (`quantised.codecs.gguf_blocks`); so do big-endian
-values. Names are llama.cpp's (dialect `gguf` of the families); what the metadata says of the model is read as its
-config.json (`systems.llamacpp.config`), and written from it.
+In a catalog the elements of a quantised tensor are its blocks (`DType.block`): it is copied as it is, GGUF to GGUF, and
+any other conversion needs `--dequantize`, which decodes it to floats (`quantised.codecs.gguf_blocks`); so do big-endian
+values. Names are llama.cpp's (dialect `gguf` of the families); the model's metadata is read as its config.json
+(`systems.llamacpp.config`), and written from it.
 
 Written: version 3, alignment 32, gguf-py's own order and padding; what stays F32 is llama.cpp's rule (`fit`). Cost: the
 header, some 60 ms where the vocabulary has 128,000 tokens. What it does not do: GGUF's adapters and `mmproj` files
@@ -74,7 +74,7 @@ class _Gguf:
     )
 
     def detect(self, tree: Tree) -> Evidence | None:
-        """By the first four bytes of a file, in a folder of those that end in .gguf."""
+        """Claim files by their first four bytes; in a folder only those whose names end in .gguf."""
         found = models(tree)
         files = frozenset(name for model in found for name in model.files)
         return Evidence(f"{found[0].files[0]} begins as GGUF does", Specificity.OWN, files) if found else None
@@ -90,6 +90,7 @@ class _Gguf:
         for header in headers:
             for info in header.tensors:
                 key = TensorKey(info.name)
+                # The quantiser drops this matrix' dim of 1, which the family's rules expect.
                 shape = (1, *info.shape) if len(info.shape) == 1 and _ONE_ROW.fullmatch(info.name) else info.shape
                 array = plain_array(tree, header.path, info.offset, info.dtype, shape)
                 if key in tensors:
@@ -115,7 +116,7 @@ class _Gguf:
         return frozenset()
 
     def late_faults(self, tree: Tree) -> Iterator[CkptError]:
-        """Padding that is not zeros (CorruptFile E2870), which takes a read for each tensor that has some."""
+        """Padding that is not zeros (CorruptFile E2870). Only `ckpt verify` asks: it costs a read for each tensor."""
         for path in chosen_model(tree).files:
             yield from find_padding_faults(tree, read_header(tree, path))
 
@@ -128,7 +129,7 @@ class _Gguf:
         return fit_types(tensors, wish, renamed=hints.dialect == self.holds.dialect)
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
-        """The whole output; see `systems.llamacpp.gguf.target`."""
+        """The plan of the output; see `systems.llamacpp.gguf.target`."""
         from ckpt_tool.systems.llamacpp.gguf.target import gguf_target
 
         return gguf_target(wanted)
@@ -138,7 +139,7 @@ FORMAT = _Gguf()
 
 
 def _merge_metadata(headers: Sequence[Header]) -> Stated:
-    """The metadata of all files but what they say of the split: that of the first, as a rule."""
+    """The metadata of all files, without that of the split. As a rule the first file has all of it."""
     values: dict[str, Any] = {}
     long: dict[str, int] = {}
     for header in headers:
@@ -153,7 +154,7 @@ def _merge_metadata(headers: Sequence[Header]) -> Stated:
 
 
 def _plain(value: Any) -> Any:
-    """The value in words that JSON has."""
+    """The value as JSON can hold it: infinities and NaN become text."""
     if isinstance(value, list):
         return [_plain(each) for each in value]
     return str(value) if isinstance(value, float) and not isfinite(value) else value

@@ -1,15 +1,15 @@
-"""The header of one GGUF file: its metadata and where its tensors lie, read in windows and bounded by the file.
+"""The header of one GGUF file: its metadata and the places of its tensors, read in windows and bounded by the file.
 
     read_header(tree, "model.gguf").tensors[0]
       -> Info("token_embd.weight", Q4_K, (32000, 16), 1748672)        # rows, blocks of a row; byte of the file
 
-Nothing is sized by a number of the file until the file is proven to be that long. Values of arrays longer than `SHORT`
-(tokens, merges) are passed over and remembered as places: `raw` gives the bytes of an entry. Cost: one pass over the
-header, 0.4 us a string; 64 KiB read where the header is short.
+No memory is allocated by a number in the file until the file is known to be that long. Values of arrays longer than
+`SHORT` (tokens, merges) are skipped, and only their position is kept: `raw` gives the bytes of an entry. Cost: one pass
+over the header, 0.4 us a string; 64 KiB are read if the header is short.
 
 Source: llama.cpp of October 2026 `ggml/src/gguf.cpp` and gguf 0.19.0 `gguf_reader.py`: version 2 and 3 have the same
-layout; 1 (lengths of 32 bits, 2023) is read by nobody any more. A file of the other byte order has its version's bytes
-swapped. Arrays in arrays are gguf-py's; llama.cpp refuses them.
+layout; no program reads version 1 any more (lengths of 32 bits, 2023). A file of the other byte order has its version's
+bytes swapped. gguf-py allows arrays in arrays; llama.cpp refuses them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DAMAGED = "E1700"
 TWICE = "E1701"
 OVERLAP = "E1702"
 NOT_PADDING = "E2870"
-HEADER_LIMIT = 256 << 20  # bytes: the largest vocabularies come to 20 MB
+HEADER_LIMIT = 256 << 20  # bytes: the largest vocabularies take 20 MB
 MOST_TENSORS = 1_000_000
 MOST_PAIRS = 65_536
 MOST_DIMS = 64
@@ -68,7 +68,7 @@ class MetadataPair(NamedTuple):
 
     key: str
     kind: int  # the type of its value
-    # start, stop: where type and value lie, bytes of the file
+    # Type and value are bytes start..stop of the file.
     start: int
     stop: int
     value: Any = None  # None for an array that is longer than `SHORT`
@@ -77,16 +77,16 @@ class MetadataPair(NamedTuple):
 
 
 class Info(NamedTuple):
-    """A tensor."""
+    """A row of the table of tensors."""
 
     name: str
     dtype: DType
-    shape: tuple[int, ...]  # in items of the dtype, slowest first
+    shape: tuple[int, ...]  # in items of the dtype (blocks, for a quantised one), slowest dim first
     offset: int  # in bytes of the file
 
 
 class Header(NamedTuple):
-    """One file's."""
+    """The parsed header of one file."""
 
     path: str
     version: int
@@ -94,38 +94,40 @@ class Header(NamedTuple):
     entries: Mapping[str, MetadataPair]
     tensors: tuple[Info, ...]
     data: int  # where the tensors begin, in bytes of the file
-    paddings: tuple[tuple[int, int], ...]  # (first byte, bytes) behind each tensor that has some, in bytes of the file
+    paddings: tuple[tuple[int, int], ...]  # (first byte in the file, length) of the padding after a tensor, if any
 
     def value(self, key: str) -> Any:
-        """A value that is no long array, None where there is none."""
+        """The value of a key, None if it is missing or a long array (see `value_of`)."""
         found = self.entries.get(key)
         return None if found is None else found.value
 
 
 class _FileFront:
-    """The front of a file, read as far as somebody asks."""
+    """A cursor over the start of a file, which reads more bytes as they are needed."""
 
     def __init__(self, tree: Tree, path: str, entry: bytes | None = None) -> None:
-        """entry: the one entry of it that is looked at."""
+        """entry: the bytes of a single metadata entry, to parse instead of the file."""
         self.tree = tree
         self.path = path
         self.bytes = bytearray(entry or b"")
-        self.at = 0
-        self.order = "<"
+        self.at = 0  # byte of the next field
+        self.order = "<"  # struct's letter of the byte order
         self.size = tree.size(path) if entry is None else len(entry)
-        self.whole = False  # keep long arrays, and strings as they are
+        self.whole = False  # keep long arrays, and strings that are not UTF-8 (escaped)
 
     def fault(self, message: str, *, at: int | None = None, key: str | None = None) -> CorruptFile:
+        """The error E1700 with the place `at` in the file, by default the cursor's."""
         where = self.at if at is None else at
         return CorruptFile(message, code=DAMAGED, path=self.tree.display(self.path), offset=where, key=key, hint=_AGAIN)
 
     def need(self, nbytes: int, what: str) -> None:
-        """Have `nbytes` more at hand. Raises CorruptFile where the file, or a header, has no room for them."""
+        """Buffer the next `nbytes`. Raises CorruptFile if the file ends before, or a header can't be that long."""
         end = self.at + nbytes
         if end > min(self.size, HEADER_LIMIT):
             room = min(self.size, HEADER_LIMIT) - self.at
             raise self.fault(f"{what} of {nbytes} bytes, but {room} are left of the {self._room()}")
         if end > len(self.bytes):
+            # The window at least doubles, so that the number of reads grows with the logarithm of the header's length.
             start = len(self.bytes)
             stop = min(self.size, max(end, 2 * start, 64 << 10))
             self.bytes += self.tree.read(self.path, start, stop - start)
@@ -134,6 +136,7 @@ class _FileFront:
         return "file" if self.size <= HEADER_LIMIT else f"{HEADER_LIMIT >> 20} MiB that a header may have"
 
     def number(self, letter: str, what: str) -> Any:
+        """The next number, of `struct`'s type `letter`. what: a name for messages."""
         size = struct.calcsize("<" + letter)
         self.need(size, what)
         (value,) = struct.unpack_from(self.order + letter, self.bytes, self.at)
@@ -141,7 +144,7 @@ class _FileFront:
         return value
 
     def text(self, what: str, limit: int = STRING_LIMIT, *, strict: bool = True) -> str:
-        """A string. strict: what is no UTF-8 is a fault; else it reads as U+FFFD."""
+        """The next string. strict: bytes that are not UTF-8 are an error; otherwise they become U+FFFD."""
         begin = self.at
         length = self.number("Q", f"the length of {what}")
         if length > limit:
@@ -158,7 +161,7 @@ class _FileFront:
         return found
 
     def skip_texts(self, count: int, what: str) -> None:
-        """Pass over `count` strings."""
+        """Skip `count` strings. A vocabulary has 100,000 and more, so the buffer is checked without `need`'s call."""
         length_at = struct.Struct(self.order + "Q").unpack_from
         for _ in range(count):
             if self.at + 8 > len(self.bytes):
@@ -172,9 +175,12 @@ class _FileFront:
 
 
 def read_header(tree: Tree, path: str) -> Header:
-    """The header of file `path`, read once a tree. Raises CorruptFile E1700 for what is no sound header, E2870 for
-    values that it does not account for; InconsistentCheckpoint E1701 for names that stand twice, E1702 for tensors that
-    overlap."""
+    """The header of the file `path`; the tree caches it.
+
+    Raises:
+        CorruptFile: E1700, an invalid header; E2870, bytes after or between the tensors that it does not account for.
+        InconsistentCheckpoint: E1701, a name that appears twice; E1702, tensors that overlap.
+    """
     return tree.met.header("gguf", path, lambda: _read(_FileFront(tree, path)))
 
 
@@ -184,7 +190,7 @@ def _read(window: _FileFront) -> Header:
         raise window.fault(f"the file begins with {bytes(window.bytes[:4])!r}, want {MAGIC!r}")
     window.at = 4
     version = window.number("I", "the version")
-    if version & 0xFFFF == 0:
+    if version & 0xFFFF == 0:  # a small number with its bytes swapped: a big-endian file
         window.order = ">"
         window.at = 4
         version = window.number("I", "the version")
@@ -192,6 +198,7 @@ def _read(window: _FileFront) -> Header:
         raise window.fault(f"version {version} of GGUF, want 2 or 3", at=4)
     count = window.number("Q", "the number of tensors")
     pairs = window.number("Q", "the number of metadata pairs")
+    # The shortest row of the table takes 24 bytes, the shortest pair 13: larger counts can't be true.
     room = window.size - window.at
     if count > min(MOST_TENSORS, room // 24) or pairs > min(MOST_PAIRS, room // 13):
         raise window.fault(f"{count} tensors and {pairs} metadata pairs in {room} bytes", at=8)
@@ -212,25 +219,25 @@ def _read(window: _FileFront) -> Header:
 
 
 def find_padding_faults(tree: Tree, header: Header) -> Iterator[CkptError]:
-    """CorruptFile E2870 for each tensor behind which the padding is not zeros. Reads the padding."""
+    """An error E2870 for each tensor that is followed by padding other than zeros. Reads the padding."""
     for start, nbytes in header.paddings:
         if any(tree.read(header.path, start, nbytes)):
             yield _not_padding(tree, header.path, start, f"{nbytes} bytes of padding are not all zero")
 
 
 def raw(tree: Tree, header: Header, key: str) -> bytes:
-    """Type and value of an entry as they lie in the file."""
+    """The bytes of an entry's type and value, as stored in the file."""
     entry = header.entries[key]
     return tree.read(header.path, entry.start, entry.stop - entry.start)
 
 
 def name_of(kind: int) -> str:
-    """What gguf calls a type of values."""
+    """gguf's name of a value type."""
     return "STRING" if kind == STRING else SCALARS[kind][0]
 
 
 def value_of(tree: Tree, header: Header, key: str) -> Any:
-    """The whole value of an entry, long arrays too. What is no UTF-8 of a string is escaped."""
+    """The complete value of an entry, long arrays too. Bytes of a string that are not UTF-8 are escaped."""
     window = _FileFront(tree, header.path, raw(tree, header, key))
     window.order = ">" if header.big else "<"
     window.whole = True
@@ -263,7 +270,7 @@ def _scalar(window: _FileFront, kind: int, key: str) -> Any:
 
 
 def _array(window: _FileFront, key: str, depth: int) -> tuple[Any, int, int]:
-    """(the values where they are few, their number, their type)."""
+    """An array as (values, or None if there are more than `SHORT`; their number; their type)."""
     if depth > DEEPEST:
         raise window.fault(f"{key} has arrays in arrays, more than {DEEPEST} deep")
     inner = window.number("I", f"the type of {key}")
@@ -276,6 +283,7 @@ def _array(window: _FileFront, key: str, depth: int) -> tuple[Any, int, int]:
         least = struct.calcsize("<" + SCALARS[inner][1])
     else:
         raise window.fault(f"{key} has values of type {inner}, which GGUF does not have", at=window.at - 12)
+    # Checked before anything is allocated: a damaged count may be any number.
     if count * least > window.size - window.at:
         raise window.fault(f"{key} should have {count} values, in {window.size - window.at} bytes", at=window.at - 8)
     if inner == ARRAY:
@@ -301,7 +309,7 @@ def _alignment(window: _FileFront, entry: MetadataPair | None) -> int:
 
 
 def _rows(window: _FileFront, count: int) -> list[Info]:
-    """Every tensor, with its offset from the data's start."""
+    """The table of tensors; offsets are relative to the start of the data."""
     rows: list[Info] = []
     names = set[str]()
     for number in range(count):
@@ -326,6 +334,7 @@ def _rows(window: _FileFront, count: int) -> list[Info]:
                 key=name[:200],
             )
         items = (*shape[:-1], shape[-1] // dtype.block) if dtype.block > 1 else shape
+        # No file has a tensor of 2**62 bytes: the numbers are damaged.
         if max(shape, default=0) >= 1 << 62 or prod(items) * dtype.bits > 8 << 62:
             raise window.fault(f"a shape of {list(shape)[:8]} is out of range", at=begin, key=name[:200])
         rows.append(Info(name, dtype, items, offset))
@@ -334,7 +343,7 @@ def _rows(window: _FileFront, count: int) -> list[Info]:
 
 
 def _check_places(window: _FileFront, rows: list[Info], data: int, alignment: int) -> tuple[Info, ...]:
-    """The tensors where they lie in the file. Raises for those that lie beyond its end, unaligned, or over others."""
+    """The tensors with offsets in the file. Raises for those that are beyond its end, unaligned, or overlap."""
     faults: list[CkptError] = []
     for row in rows:
         nbytes = row.dtype.nbytes(prod(row.shape))
@@ -369,8 +378,10 @@ def _not_padding(tree: Tree, path: str, offset: int, message: str, *, key: str |
 
 
 def _check_front_padding(window: _FileFront, data: int) -> None:
-    """Raise CorruptFile E2870 where something is stored between the table of tensors and their values: a count that is
-    too small ends the table early, and its other rows would be read as values."""
+    """Raise CorruptFile E2870 if something is stored between the table of tensors and their values.
+
+    A count that is too small ends the table early, and its other rows would be read as values.
+    """
     stop = min(data, window.size)
     nbytes = max(0, stop - window.at)
     window.need(nbytes, "the padding before the values")
@@ -382,9 +393,12 @@ def _check_front_padding(window: _FileFront, data: int) -> None:
 def _check_packed(
     window: _FileFront, tensors: tuple[Info, ...], data: int, alignment: int
 ) -> tuple[tuple[int, int], ...]:
-    """The padding behind the tensors. Raises CorruptFile E2870 for a tensor that does not begin where the one before
-    it ends, and for bytes behind the last one, as llama.cpp does: those bytes belong to a tensor that the header does
-    not have, or the header's offsets, types or alignment are not those that the values were written with."""
+    """The padding after each tensor, as (first byte in the file, length).
+
+    Raises CorruptFile E2870 for a tensor that does not begin where the previous one ends, and for bytes after the last
+    one, as llama.cpp does: those bytes belong to a tensor that the header does not have, or the header's offsets, types
+    or alignment are not those that the values were written with.
+    """
     paddings: list[tuple[int, int]] = []
     position = data
     for tensor in tensors:
@@ -408,6 +422,7 @@ def _check_packed(
 
 
 def _overlaps(window: _FileFront, rows: list[Info]) -> Iterator[CkptError]:
+    """An error E1702 for each tensor that begins before the previous one in the file ends."""
     last: Info | None = None
     end = 0
     for row in sorted((row for row in rows if prod(row.shape)), key=lambda row: row.offset):

@@ -1,9 +1,10 @@
-"""Writing: one file, or a split of files of at most `--max-shard-size`, as gguf-py lays them out.
+"""Writing GGUF: one file, or a split into files of at most `--max-shard-size`, with the layout of gguf-py.
 
     magic, version 3, counts | pairs | tensors | zeros up to a multiple of 32 | each tensor, padded to one
 
-The pairs come ready (`Pairs`): type and value of each, as they lie in the file. Without any, for names that no family
-knows, there is no architecture and llama.cpp loads nothing: a note says so. Source: gguf 0.19.0 `gguf_writer.py`.
+The metadata pairs are given as bytes (`Pairs`): type and value of each, as stored in the file. Without any, for names
+that no family knows, there is no architecture and llama.cpp loads nothing: a note reports it. Source: gguf 0.19.0
+`gguf_writer.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ckpt_tool.weight_schemes.ggml_types import kind_of
 VERSION = 3
 STEM = "model"
 TOO_MANY_DIMS = "E1709"
-# `GGML_MAX_DIMS`, `GGML_MAX_NAME` less its end
+# `GGML_MAX_DIMS`; `GGML_MAX_NAME` (64) less the final zero byte
 MOST_DIMS = 4
 MOST_NAME = 63
 _NUMBERS = {name: (number, letter) for number, (name, letter) in SCALARS.items()}
@@ -33,14 +34,14 @@ _NUMBERS = {name: (number, letter) for number, (name, letter) in SCALARS.items()
 
 @dataclass(frozen=True, slots=True)
 class Pairs(Hint):
-    """The metadata to write: key -> type and value, the bytes of a file."""
+    """The metadata to write."""
 
     KEY: ClassVar[str] = "gguf-pairs"
-    raw: Mapping[str, Any]
+    raw: Mapping[str, Any]  # key -> the bytes of its type and value
 
 
 def pair(kind: str, value: Any) -> bytes:
-    """Type and value as they lie in a file; of a list an array of that type.
+    """A metadata value encoded as in a file: its type, then the value. A list becomes an array of that type.
 
     >>> pair("UINT32", 7).hex(), pair("STRING", "a").hex()
     ('0400000007000000', '08000000010000000000000061')
@@ -63,7 +64,7 @@ def _text(value: str | bytes) -> bytes:
 
 
 def gguf_target(wanted: Wanted) -> Target:
-    """The files. Raises UsageError E1709 for tensors of more dims than ggml has."""
+    """The plan of the output files. Raises UsageError E1709 for tensors of more dims than ggml has."""
     deep = [tensor.key.name for tensor in wanted.tensors if len(tensor.shape) > MOST_DIMS]
     if deep:
         raise UsageError(
@@ -81,7 +82,7 @@ def gguf_target(wanted: Wanted) -> Target:
     files = []
 
     for number, group in enumerate(groups):
-        own = dict(pairs) if number == 0 else {}
+        own = dict(pairs) if number == 0 else {}  # the first file of a split alone has the model's metadata
         if count > 1:
             values = zip(SPLIT_KEYS, ("UINT16", "UINT16", "INT32"), (number, count, len(wanted.tensors)), strict=True)
             own |= {key: pair(kind, value) for key, kind, value in values}
@@ -100,7 +101,10 @@ def gguf_target(wanted: Wanted) -> Target:
 
 
 def _groups(tensors: Sequence[WantedTensor], limit: int) -> list[range]:
-    """Tensors of each file: a file ends before the tensor that would make it longer than `limit` bytes."""
+    """The tensors of each file, as ranges of indexes.
+
+    A file is closed before the tensor that would make it longer than `limit` bytes; a larger tensor has its own file.
+    """
     starts = [0]
     size = 0
     for number, tensor in enumerate(tensors):
@@ -116,7 +120,7 @@ def _pad(nbytes: int) -> int:
 
 
 def _file(name: str, pairs: Mapping[str, bytes], tensors: Sequence[WantedTensor], numbers: Sequence[int]) -> TargetFile:
-    """The file of these tensors, of which `numbers` are the positions among the wanted ones."""
+    """The plan of one file. numbers: the indexes of its tensors in `tensors`."""
     head = [MAGIC, struct.pack("<IQQ", VERSION, len(numbers), len(pairs))]
     head += [_text(key) + raw for key, raw in pairs.items()]
     at = 0
@@ -124,7 +128,7 @@ def _file(name: str, pairs: Mapping[str, bytes], tensors: Sequence[WantedTensor]
     for number in numbers:
         tensor = tensors[number]
         kind = kind_of(tensor.dtype)
-        dims = tensor.dtype.elements(tensor.shape)[::-1]
+        dims = tensor.dtype.elements(tensor.shape)[::-1]  # GGUF lists the fastest dim first
         head.append(_text(tensor.key.name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind.number, at))
         places.append((number, at))
         at += _pad(tensor.nbytes)

@@ -1,18 +1,18 @@
-"""The tokenizer in a GGUF file's metadata, from the files that lie beside a model.
+"""The tokenizer in a GGUF file's metadata, made from the files next to a model.
 
     tokenizer.json, tokenizer_config.json   ->   tokenizer.ggml.{model = gpt2, pre, tokens, token_type, merges, ...}
     tokenizer.model (SentencePiece)         ->   tokenizer.ggml.{model = llama, tokens, scores, token_type, ...}
     tokenizer.json, BPE with byte_fallback  ->   the same, with scores that give its merges
 
-llama.cpp's converter runs the tokenizer on one text and looks up the hash of its ids to name the pre-tokenizer; here it
-is the regular expressions in tokenizer.json that name it, which is what the name stands for. One that is not in the
-table leaves the tokenizer out, with a line: a wrong name would load, and split texts otherwise. A SentencePiece model
-is a protobuf of pieces (text, score, kind), of which nothing else is read but whether it is one of unigrams.
+llama.cpp's converter runs the tokenizer on one text and looks up the hash of its ids to name the pre-tokenizer. Here
+the regular expressions in tokenizer.json name it, since they are what the name means. If they are not in the table, no
+tokenizer is written and the report has a line: a wrong name would load, and split texts in another way. A SentencePiece
+model is a protobuf of pieces (text, score, kind); apart from them only its type is read (unigram or not).
 
-Llama's tokenizer.json alone (BPE that falls back on bytes) is SentencePiece to llama.cpp, which merges what makes the
-piece of the highest score. Its converter writes -1000 for all, so that texts are merged from the left; here a piece's
-score is the place of its merges, if every way to make it is a merge and they stand together, as transformers writes
-them (`generate_merges`). Merges of another order are left out, with a line.
+A tokenizer.json of Llama without tokenizer.model (BPE that falls back on bytes) is SentencePiece to llama.cpp, which
+merges the pair that makes the piece of the highest score. Its converter writes -1000 for all, so that texts are merged
+from the left; here a piece's score is the position of its merges, if every way to make it is a merge and these merges
+are consecutive, as transformers writes them (`generate_merges`). Merges in another order are left out, with a line.
 
 Sources: llama.cpp of October 2026 `conversion/base.py` (`get_vocab_base`, `_create_vocab_sentencepiece`), `phi.py`,
 `src/llama-vocab.cpp` (the expressions, `llm_tokenizer_spm`); its gguf-py `vocab.py` (`SpecialVocab`, `LlamaHfVocab`);
@@ -56,9 +56,9 @@ GPT4O = _WORDS % (_CASES + "?", _CASES + "?") + r"|\p{N}{1,3}" + _SLASH
 _DEEPSEEK_WORDS = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
-).replace(r"\r\n", "\r\n")  # there they are the characters themselves
+).replace(r"\r\n", "\r\n")  # DeepSeek's tokenizer.json has the characters themselves, not the escapes
 DEEPSEEK3 = (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK_WORDS)
-# the expressions by which a text is split, in their order -> what llama.cpp calls that
+# The expressions by which a text is split, in order -> llama.cpp's name for them
 PRE: Mapping[tuple[str, ...], str] = {
     (): "gpt-2",
     (LLAMA3,): "llama-bpe",
@@ -69,7 +69,7 @@ PRE: Mapping[tuple[str, ...], str] = {
     DEEPSEEK3: "deepseek-v3",
 }
 WHOLE_WORDS = frozenset(("llama-bpe", "tekken"))  # a word that is a token is not merged (`ignore_merges`)
-_BPE_ALWAYS = frozenset(("qwen2moe", "qwen3moe", "deepseek2"))  # whose converter looks for no SentencePiece model
+_BPE_ALWAYS = frozenset(("qwen2moe", "qwen3moe", "deepseek2"))  # their converter ignores tokenizer.model
 _SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _IDS = {kind: kind for kind in ("bos", "eos", "mask", "eot", "eom")} | {
     "unk": "unknown",
@@ -77,7 +77,7 @@ _IDS = {kind: kind for kind in ("bos", "eos", "mask", "eot", "eom")} | {
     "pad": "padding",
 }
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
-_UNIGRAM = 1  # `TrainerSpec.model_type`, and what it is where nothing is said
+_UNIGRAM = 1  # `TrainerSpec.model_type`, also its default
 SPACE = "\u2581"  # what SentencePiece writes for a space
 LONGEST = 128  # characters of a piece that is merged
 Pair = tuple[str, str, Any]
@@ -85,25 +85,29 @@ Pair = tuple[str, str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """What lies beside a model."""
+    """The content of a tokenizer's files next to a model; None for those that are missing."""
 
-    # tokenizer, settings: tokenizer.json and tokenizer_config.json
-    tokenizer: Mapping[str, Any] | None = None
-    settings: Mapping[str, Any] | None = None
+    tokenizer: Mapping[str, Any] | None = None  # tokenizer.json
+    settings: Mapping[str, Any] | None = None  # tokenizer_config.json
     pieces: bytes | None = None  # tokenizer.model
     added: Mapping[str, Any] = field(default_factory=dict)  # added_tokens.json
     template: str | None = None  # chat_template.jinja
-    config: Mapping[str, Any] = field(default_factory=dict)  # the model's
+    config: Mapping[str, Any] = field(default_factory=dict)  # config.json of the model
 
 
 class _Vocabulary(NamedTuple):
+    """Three columns of equal length, indexed by the number of a token."""
+
     tokens: list[str | bytes]
     scores: list[float]
     kinds: list[int]
 
 
 def tokenizer_pairs(files: TokenizerFiles, architecture: str) -> tuple[list[Pair], list[str]]:
-    """(key, type, value) of the tokenizer, lines about what is left out. Raises UsageError E1713."""
+    """The metadata pairs of the tokenizer: ([(key, type, value), ...], lines about what is left out).
+
+    Raises UsageError E1713 for files that are damaged or belong to another model.
+    """
     size = files.config.get("vocab_size")
     if type(size) is not int or not 0 < size <= MOST:
         return [], [_without("the config states no vocabulary")]
@@ -117,6 +121,7 @@ def tokenizer_pairs(files: TokenizerFiles, architecture: str) -> tuple[list[Pair
         out += [("tokenizer.ggml.model", "STRING", "llama"), ("tokenizer.ggml.pre", "STRING", "default")]
         out += [("tokenizer.ggml.tokens", "STRING", found.tokens), ("tokenizer.ggml.scores", "FLOAT32", found.scores)]
         out += [("tokenizer.ggml.token_type", "INT32", found.kinds), *_special(files, size)]
+        # 107 is <end_of_turn> of the first Gemma; llama.cpp's converter has the number as a constant too.
         if architecture.startswith("gemma"):
             out += [("tokenizer.ggml.eot_token_id", "UINT32", 107)] if architecture == "gemma" else []
             out.append(("tokenizer.ggml.add_space_prefix", "BOOL", False))
@@ -151,7 +156,7 @@ _UNIGRAMS = (
 
 
 def _is_bpe(files: TokenizerFiles, architecture: str) -> bool:
-    """Phi-4 has both files, and its class says which one counts."""
+    """Whether byte-level BPE counts although there is a tokenizer.model: Phi-4 has both, its class decides."""
     return architecture == "phi3" and (files.settings or {}).get("tokenizer_class") == "GPT2Tokenizer"
 
 
@@ -159,7 +164,7 @@ def _is_bpe(files: TokenizerFiles, architecture: str) -> bool:
 
 
 def _pre_tokenizer(tokenizer: Mapping[str, Any]) -> str | None:
-    """What llama.cpp calls it, None for one that is not in the table."""
+    """llama.cpp's name of the pre-tokenizer in a tokenizer.json, None if it is not in the table `PRE`."""
     stated = tokenizer.get("pre_tokenizer")
     if not isinstance(stated, Mapping):
         return None
@@ -185,6 +190,7 @@ def _regex(step: Mapping[str, Any]) -> str | None:
 
 
 def _read_bpe(files: TokenizerFiles, model: Mapping[str, Any], size: int) -> _Vocabulary:
+    # The embedding may have more rows than there are tokens: llama.cpp wants a token for each.
     tokens: list[str | bytes] = [f"[PAD{number}]" for number in range(size)]
     kinds = [UNUSED] * size
     vocab = model.get("vocab")
@@ -201,7 +207,7 @@ def _read_bpe(files: TokenizerFiles, model: Mapping[str, Any], size: int) -> _Vo
 
 
 def _list_added(files: TokenizerFiles) -> Iterator[tuple[int, str, bool]]:
-    """(number, text, special) of what was added to the vocabulary, by both files that say so."""
+    """(number, text, is it special) of each added token; tokenizer.json wins over tokenizer_config.json."""
     rows = {}
     listed = (files.tokenizer or {}).get("added_tokens")
     for entry in listed if isinstance(listed, list) else ():
@@ -216,7 +222,7 @@ def _list_added(files: TokenizerFiles) -> Iterator[tuple[int, str, bool]]:
 
 
 def _merges(model: Mapping[str, Any]) -> list[str]:
-    """Both forms: `a b`, and pairs, whose spaces are spelled as byte-level BPE spells them."""
+    """The merges as texts `a b`; pairs are joined, with their spaces spelled as byte-level BPE does. Raises E1713."""
     rows = model.get("merges")
     out = list[str]()
     for row in rows if isinstance(rows, list) else (rows,):
@@ -233,7 +239,7 @@ def _merges(model: Mapping[str, Any]) -> list[str]:
 
 
 def looks_special(text: str) -> bool:
-    """Some models do not mark what are control tokens (`does_token_look_special`)."""
+    """Whether a token's text looks like a control token: some models do not mark theirs (`does_token_look_special`)."""
     ends = (("<|", "|>"), ("<\uff5c", "\uff5c>"), ("<unused", ">"))
     return text in ("<pad>", "<mask>", "<2mass>", "[@BOS@]") or any(
         text.startswith(first) and text.endswith(last) for first, last in ends
@@ -290,13 +296,13 @@ def pieces_of(raw: bytes) -> Iterator[tuple[bytes, float, int]]:
 
 
 def _is_unigram(raw: bytes) -> bool:
-    """Is it a SentencePiece model whose pieces are chosen by the sum of their scores?"""
+    """Whether a SentencePiece model is a unigram model: it splits a text by the best sum of scores, not by merges."""
     trained = [value for number, value in _fields(raw) if number == 2 and isinstance(value, bytes)]
     return bool(trained) and dict(_fields(b"".join(trained))).get(3, _UNIGRAM) == _UNIGRAM
 
 
 def _fields(raw: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """The fields of a protobuf message: numbers as they are, all else as bytes."""
+    """The fields of a protobuf message as (number of the field, value): varints as int, all others as bytes."""
     at = 0
     while at < len(raw):
         tag, at = _varint(raw, at)
@@ -339,7 +345,7 @@ def _no_model(why: str) -> UsageError:
 
 
 def _like_pieces(files: TokenizerFiles, model: Mapping[str, Any], size: int) -> tuple[list[Pair], list[str]]:
-    """The pairs of a tokenizer.json that SentencePiece's was turned into, lines about what is left out."""
+    """As `tokenizer_pairs`, for a tokenizer.json that was converted from a SentencePiece model."""
     stated = files.tokenizer or {}
     vocab = model.get("vocab")
     if not isinstance(vocab, Mapping) or not _one_line(stated.get("pre_tokenizer")):
@@ -382,8 +388,10 @@ def _like_pieces(files: TokenizerFiles, model: Mapping[str, Any], size: int) -> 
 
 
 def _scores(vocab: Mapping[str, Any], merges: Any) -> dict[str, float] | None:
-    """piece -> the place of its merges, less than 0, so that pieces merged by it are merged as by `merges`; None where
-    no scores are: a piece has merges apart from one another, or may be made in a way that is no merge."""
+    """Scores by which llama.cpp merges pieces in the order of `merges`: {piece: minus the position of its merges}.
+
+    None if there are no such scores: the merges of a piece are not consecutive, or one of the ways to make it is none.
+    """
     ways: dict[str, int] = {}
     last = ""
     rows = merges if isinstance(merges, list) else []
@@ -402,15 +410,14 @@ def _scores(vocab: Mapping[str, Any], merges: Any) -> dict[str, float] | None:
 
 
 def ways_to_make(text: str, vocab: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The two tokens that `text` is, for each place where it may be cut into such; none where it is too long to be a
-    piece of words (`LONGEST`)."""
+    """Every pair of tokens whose concatenation is `text`; nothing for a text longer than `LONGEST`."""
     for at in range(1, len(text) if len(text) <= LONGEST else 0):
         if text[:at] in vocab and text[at:] in vocab:
             yield text[:at], text[at:]
 
 
 def _one_line(step: Any) -> bool:
-    """Does a pre-tokenizer leave a text whole?"""
+    """Whether a pre-tokenizer leaves a text unsplit."""
     if isinstance(step, Mapping) and step.get("type") == "Sequence":
         inner = step.get("pretokenizers")
         return isinstance(inner, list) and all(map(_one_line, inner))
@@ -420,7 +427,7 @@ def _one_line(step: Any) -> bool:
 
 
 def _prepends(step: Any) -> bool:
-    """Does a normalizer or a pre-tokenizer put a space before a text?"""
+    """Whether a normalizer or pre-tokenizer puts a space before a text."""
     if not isinstance(step, Mapping):
         return False
     inner = step.get("normalizers", step.get("pretokenizers"))
@@ -429,7 +436,7 @@ def _prepends(step: Any) -> bool:
 
 
 def _named_special(settings: Mapping[str, Any]) -> set[Any]:
-    """The texts of the tokens that the settings call special."""
+    """The texts of the tokens that tokenizer_config.json declares as special."""
     named = [value for key, value in settings.items() if key.endswith("_token")]
     for key in ("extra_special_tokens", "additional_special_tokens"):
         more = settings.get(key)
@@ -445,12 +452,17 @@ def _named_special(settings: Mapping[str, Any]) -> set[Any]:
 
 
 class _Special(NamedTuple):
-    adds: dict[str, bool]  # kind -> is it put before or behind a text?
+    """The special tokens that a tokenizer.json implies."""
+
+    adds: dict[str, bool]  # bos, eos, ... -> is it added to every text?
     words: dict[str, Any]  # KIND_token -> text
 
 
 def _special(files: TokenizerFiles, size: int | None) -> Iterator[Pair]:
-    """What `SpecialVocab` makes of the files. size: numbers beyond it are left out, None for no bound."""
+    """The pairs of the special tokens and the chat template, as gguf-py's `SpecialVocab` derives them.
+
+    size: numbers from it on are left out; None for no bound.
+    """
     kinds: tuple[str, ...] = _SPECIAL
     ids = dict[str, int]()
     adds = dict[str, bool]()
@@ -494,7 +506,7 @@ def _note(ids: dict[str, int], kind: str, number: object, size: int | None) -> N
 
 
 def _read_template(tokenizer: Mapping[str, Any], settings: dict[str, Any]) -> _Special:
-    """What the post-processor puts around a text."""
+    """The tokens that the post-processor of a tokenizer.json adds to a text, as `SpecialVocab` reads them."""
     adds: dict[str, bool] = {}
     for kind, other in (("bos", "cls"), ("eos", "sep")):
         if settings and not settings.get(f"{kind}_token") and settings.get(f"{other}_token"):
@@ -531,7 +543,7 @@ def _around(single: Sequence[Any], pair: Any, settings: dict[str, Any], adds: di
 def _between(
     pair: list[Any], first: str | None, last: str | None, settings: dict[str, Any], adds: dict[str, bool]
 ) -> None:
-    """What stands between two texts: is it the token that separates them?"""
+    """Set `adds["sep"]`: whether the template of two texts has a separator token between them."""
     inner = pair[first is not None and bool(pair) and _token(pair[0]) == first :]
     inner = inner[:-1] if last is not None and inner and _token(inner[-1]) == last else inner
     ends = [_sequence(inner[at]) for at in (0, -1)] if inner else []

@@ -4,16 +4,16 @@
     tokenizer.ggml.{model = llama, tokens, scores, token_type}         ->   tokenizer.json: BPE that falls back on bytes
     bos_token_id, ..., tokenizer.chat_template                         ->   tokenizer_config.json
 
-The one idea: what is written splits texts as llama.cpp does by these pairs. The expressions are those that the
-pre-tokenizer's name stands for (`tokenizer.PRE`); a SentencePiece model's merges are all ways to make a piece, in the
-order of its score, or of its number where scores are the same, as transformers turns such a model into BPE
-(`generate_merges`). Every token keeps its number, and stands in the vocabulary: what the vocabulary lacked would be
-numbered anew. The class is the general one, which takes tokenizer.json as it is. What contradicts itself, or has no
-such form, is left out with a line: the weights are whole.
+The one idea: the written files split texts as llama.cpp does with these pairs. The expressions are those that the name
+of the pre-tokenizer means (`tokenizer.PRE`); a SentencePiece model's merges are all ways to make a piece, ordered by
+its score, and by its number if scores are equal, as transformers converts such a model to BPE (`generate_merges`).
+Every token keeps its number and is in the vocabulary, because tokens that are not in it get new numbers. The class is
+the general one, which takes tokenizer.json as it is. A tokenizer that contradicts itself, or has no such form, is left
+out with a line in the report; the weights are complete without it.
 
-Not stated by GGUF: Unicode normalisation (Qwen's own tokenizers have NFC, and so have these, where the pre-tokenizer is
-theirs), whether an added token takes up spaces beside it. Scores that are all the same, as llama.cpp's converter writes
-them of a tokenizer.json, split texts otherwise there: merges by numbers are those of the source.
+GGUF does not state Unicode normalisation (Qwen's own tokenizers have NFC, and so have these, where the pre-tokenizer is
+theirs), nor whether an added token absorbs the spaces next to it. If all scores are equal, as llama.cpp's converter
+writes them for a tokenizer.json, llama.cpp splits texts in another way: merges by numbers are those of the source.
 Sources: `tokenizer`; llama.cpp of October 2026 `src/llama-vocab.cpp` (`load`: what is true where nothing is said;
 `tokenize`: a space before each text between special tokens); transformers 5.23.0 `tokenization_utils_tokenizers.py`,
 `convert_slow_tokenizer.py`. Cost: 2 us a token and 28 MB for 128,000; of SentencePiece's 7 us and
@@ -44,12 +44,13 @@ from ckpt_tool.systems.llamacpp.gguf.tokenizer import (
 PREFIX = "tokenizer."
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
+# Other names of llama.cpp for the same expressions
 _ALIKE = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2", "llama4": "gpt-4o"}
 _SPLITS = {name: regexes for regexes, name in PRE.items()}
 _NFC = ("qwen2", "qwen35")
-# a token of tokenizer_config.json -> whose number has what key
+# special token in tokenizer_config.json -> its word in the metadata's key (`seperator` is llama.cpp's spelling)
 _WORDS = {word: word for word in ("bos", "eos", "mask")} | {"unk": "unknown", "sep": "seperator", "pad": "padding"}
-_LLAMA = {"bos": 1, "eos": 2, "unk": 0}  # the numbers of a SentencePiece model's that states none
+_LLAMA = {"bos": 1, "eos": 2, "unk": 0}  # defaults for a SentencePiece model whose metadata states no numbers
 _KEYS = (
     *("model", "pre", "tokens", "token_type", "scores", "merges"),
     *("add_bos_token", "add_eos_token", "add_sep_token", "add_space_prefix"),
@@ -63,19 +64,22 @@ UNSAID = (
 
 
 class _Unfit(Exception):
-    """Why there is no tokenizer."""
+    """The tokenizer can't be written; the text is the reason."""
 
 
 class _TokenTable(NamedTuple):
-    """tokens, kinds: by number. numbers: text -> number, without padding."""
+    """The vocabulary."""
 
-    tokens: list[str]
-    kinds: list[int]
-    numbers: dict[str, int]
+    tokens: list[str]  # by number
+    kinds: list[int]  # by number
+    numbers: dict[str, int]  # text -> number, without padding
 
 
 def tokenizer_files(stated: Mapping[str, Any]) -> tuple[dict[str, bytes], list[str]]:
-    """(name -> bytes, lines for the report). stated: the pairs whose keys begin with `PREFIX`, values whole."""
+    """The tokenizer's files, as ({file name: bytes}, lines for the report).
+
+    stated: the metadata pairs whose keys begin with `PREFIX`, with all values of long arrays.
+    """
     if "tokenizer.ggml.model" not in stated:
         return {}, []
     try:
@@ -100,7 +104,7 @@ def tokenizer_files(stated: Mapping[str, Any]) -> tuple[dict[str, bytes], list[s
 
 
 def _checked_list(stated: Mapping[str, Any], name: str, kind: type, length: int | None = None) -> list[Any]:
-    """A list of the metadata. Raises _Unfit for another length, or what is of another type."""
+    """A list of the metadata. Raises _Unfit if it has another length, or values of another type."""
     key = f"tokenizer.ggml.{name}"
     found = stated.get(key)
     if not isinstance(found, list) or not all(type(value) is kind for value in found):
@@ -117,7 +121,7 @@ def _vocabulary(stated: Mapping[str, Any]) -> _TokenTable:
         raise _Unfit(f"{len(tokens)} tokens")
     numbers: dict[str, int] = {}
     for number, text in enumerate(tokens):
-        if kinds[number] == UNUSED and text == f"[PAD{number}]":
+        if kinds[number] == UNUSED and text == f"[PAD{number}]":  # a row of the embedding without a token
             continue
         if not _is_text(text):
             raise _Unfit(f"the token of number {number} is not UTF-8")
@@ -135,7 +139,7 @@ def _is_text(text: str) -> bool:
 
 
 def _model(vocabulary: _TokenTable, merges: list[str], **more: Any) -> dict[str, Any]:
-    """tokenizer.json, but for how a text is split before and put together behind."""
+    """tokenizer.json without the steps before and after the model (normalizer, pre-tokenizer, decoder)."""
     kinds = vocabulary.kinds
     whole = {"normalized": False, "single_word": False, "lstrip": False, "rstrip": False}
     added = [
@@ -219,7 +223,7 @@ def _write_pieces(stated: Mapping[str, Any], vocabulary: _TokenTable) -> tuple[d
 
 
 def _special(stated: Mapping[str, Any], vocabulary: _TokenTable) -> dict[str, str]:
-    """bos, eos, ... -> the token's text."""
+    """The texts of the special tokens, by their kind (bos, eos, ...)."""
     words: dict[str, str] = {}
     usual = _LLAMA if stated["tokenizer.ggml.model"] == "llama" else {}
     for word, key in _WORDS.items():
@@ -234,7 +238,7 @@ def _special(stated: Mapping[str, Any], vocabulary: _TokenTable) -> dict[str, st
 
 
 def _adds(stated: Mapping[str, Any], word: str) -> bool:
-    """Does llama.cpp put this token before (bos) or behind (eos) a text?"""
+    """Whether llama.cpp adds this token before (bos) or after (eos) every text."""
     model = stated["tokenizer.ggml.model"]
     pre = stated.get("tokenizer.ggml.pre")
     usual = word == "bos" and (model == "llama" or _ALIKE.get(str(pre), str(pre)) in WHOLE_WORDS)
@@ -245,7 +249,7 @@ def _adds(stated: Mapping[str, Any], word: str) -> bool:
 
 
 def _processor(stated: Mapping[str, Any], vocabulary: _TokenTable, words: Mapping[str, str]) -> dict[str, Any] | None:
-    """What is put around a text, None for nothing."""
+    """The post-processor that adds bos and eos to a text, None if neither is added."""
     around = [words.get(word) if _adds(stated, word) else None for word in ("bos", "eos")]
     tokens = [text for text in dict.fromkeys(around) if text]
     if not tokens:
@@ -261,7 +265,7 @@ def _steps(tokens: list[str], kind: int) -> list[dict[str, Any]]:
 
 
 def _settings(stated: Mapping[str, Any], words: Mapping[str, str]) -> dict[str, Any]:
-    """tokenizer_config.json."""
+    """The content of tokenizer_config.json."""
     out: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     out |= {f"{word}_token": text for word, text in words.items()}
     for word in ("bos", "eos"):

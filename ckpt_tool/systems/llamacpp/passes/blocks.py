@@ -1,4 +1,4 @@
-"""`--gguf-type`: floats become blocks of a quantised type, the last thing that is done to them.
+"""`--gguf-type`: quantise floats to blocks of a ggml type, as the last step of a conversion.
 
     --to gguf --gguf-type q8_0    blk.0.attn_q.weight BF16 (64, 256)    ->  Q8_0 (64, 8): blocks of 34 bytes
 
@@ -17,8 +17,10 @@ from ckpt_tool.weight_schemes.ggml_types import of_name
 
 
 def as_blocks(chosen: Chosen, job: Conversion) -> Chosen:
-    """`chosen` whose tensors are the blocks that the format wants them to be (`Fitted.casts`). Raises UsageError E1710,
-    E0264 with --plan and --ray."""
+    """`chosen` with its tensors quantised to the block types that the format asked for (`Fitted.casts`).
+
+    Raises UsageError E1710, and E0264 with --plan and --ray.
+    """
     asked = job.writing.of(GgufOptions).gguf_type
     if asked is None:
         return chosen
@@ -28,7 +30,7 @@ def as_blocks(chosen: Chosen, job: Conversion) -> Chosen:
         chosen = chosen.noted(*_left_out(chosen, kind.name, some=bool(wanted)))
     if not wanted:
         return chosen
-    library()
+    library()  # raises E1710 before any work if it can't be loaded
     rows = [row for row in chosen.stored if row.tensor.key in wanted and not row.tensor.dtype.coded]
     recipes = []
     for row in rows:
@@ -45,7 +47,7 @@ def as_blocks(chosen: Chosen, job: Conversion) -> Chosen:
 
 
 def _left_out(chosen: Chosen, asked: str, *, some: bool) -> Iterator[str]:
-    """Lines on matrices that are F16 in place of the type that was asked for, and on one that no tensor gets."""
+    """Lines about matrices that are F16 instead of the requested type, and about a type that no tensor gets."""
     halves = [key.name for key, dtype in chosen.casts.items() if dtype.name == "F16"]
     if halves:
         yield f"{len(halves)} tensors are F16, as their rows are no whole blocks of {asked}: {', '.join(halves[:3])}"

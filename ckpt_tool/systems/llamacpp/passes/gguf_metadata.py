@@ -1,8 +1,8 @@
-"""What GGUF's files state of the model and its tokenizer: the metadata of an output.
+"""The metadata of a GGUF output: what it states about the model and its tokenizer.
 
-    gguf -> gguf          as the source has it, but for what it says of its split, and of the types that were asked for
-    hub, ... -> gguf      the config by the family (`systems.llamacpp.config`), the tokenizer by the files beside the
-    model gguf -> hub, ...      the tokenizer's files (`systems.llamacpp.gguf.tokenizer_files`)
+    gguf -> gguf        the source's pairs, except those of its split and of the types that were asked for
+    hub, ... -> gguf    the config (`systems.llamacpp.config`), and the tokenizer of the files next to the model
+    gguf -> hub, ...    the tokenizer's files (`systems.llamacpp.gguf.tokenizer_files`)
 
 What can't be derived is named in the report. Cost: the pairs of the source, or its config and tokenizer.
 """
@@ -37,8 +37,9 @@ _LAYER = re.compile(r"(?:^|\.)(?:blk|layers|h|blocks)\.(\d{1,6})\.")
 
 
 def with_metadata(chosen: Chosen, job: Conversion) -> Chosen:
-    """`chosen` with the metadata that its output has. Raises UsageError, InputError as readers do."""
+    """`chosen` with the metadata to write. Raises UsageError and InputError as the readers do."""
     notes: list[str] = []
+    # GGUF to GGUF under its own names: pairs are copied as bytes, also those that are not known here.
     if chosen.sources[0].catalog.format == job.fmt.name and chosen.hints is None:
         found, notes = _pairs_of_source(chosen)
     elif chosen.all_hints.dialect == job.fmt.holds.dialect and chosen.config is not None:
@@ -53,7 +54,7 @@ def with_metadata(chosen: Chosen, job: Conversion) -> Chosen:
 
 
 def _file_type(chosen: Chosen, job: Conversion) -> int:
-    """What most bytes of matrices are, as the label has it."""
+    """llama.cpp's label `general.file_type`: the type that most elements of the matrices have."""
     gguf_type = job.writing.of(GgufOptions).gguf_type
     if gguf_type:
         return FILE_TYPES[gguf_type.upper()]
@@ -76,7 +77,7 @@ def _pairs_of_config(config: Mapping[str, Any], chosen: Chosen) -> tuple[dict[st
 
 
 def _tokenizer(config: Mapping[str, Any], opened: Opened) -> TokenizerFiles:
-    """The tokenizer's files beside the model."""
+    """The tokenizer's files next to the model; those that are missing are None."""
     from ckpt_tool.sources.config import tree_of
 
     def raw(name: str) -> bytes | None:
@@ -100,7 +101,7 @@ def _tokenizer(config: Mapping[str, Any], opened: Opened) -> TokenizerFiles:
 
 
 def hub_tokenizer(opened: Opened) -> tuple[dict[str, bytes], list[str]]:
-    """(name -> bytes of the files that a GGUF's tokenizer is, lines for the report)."""
+    """The tokenizer of a GGUF source as hub files: ({file name: bytes}, lines for the report)."""
     found: dict[str, Any] = {}
     for path in chosen_model(opened.tree).files:
         header = read_header(opened.tree, path)
@@ -111,7 +112,7 @@ def hub_tokenizer(opened: Opened) -> tuple[dict[str, bytes], list[str]]:
 
 
 def _add_rope(chosen: Chosen, job: Conversion) -> Chosen:
-    """`chosen` with the factors of Llama 3's rope, which llama.cpp reads as a tensor."""
+    """`chosen` with the tensor `rope_freqs.weight`, from which llama.cpp reads Llama 3's rope scaling."""
     factors = rope_factors(chosen.config or {})
     if factors is None or ROPE in {row.tensor.key.name for row in chosen.stored}:
         return chosen
@@ -125,7 +126,7 @@ def _add_rope(chosen: Chosen, job: Conversion) -> Chosen:
 
 
 def _pairs_of_source(chosen: Chosen) -> tuple[dict[str, bytes], list[str]]:
-    """The pairs of a GGUF source as they lie there, but those of its split and alignment, and of layers that go."""
+    """The pairs of a GGUF source as stored, without its split and alignment, adapted if layers are removed."""
     tree = chosen.sources[0].tree
     headers = [read_header(tree, path) for path in chosen_model(tree).files]
     stated = chosen.sources[0].catalog.hints.get(Stated)
@@ -138,7 +139,7 @@ def _pairs_of_source(chosen: Chosen) -> tuple[dict[str, bytes], list[str]]:
             long = entry.length if entry.kind == ARRAY else 0
             if not header.big and not (fewer and (key == fewer.key or fewer.of_layers(key, long))):
                 found[key] = raw(tree, header, key)
-            elif entry.inner != ARRAY:  # nobody writes arrays in arrays
+            elif entry.inner != ARRAY:  # big-endian or adapted values are encoded again; no program nests arrays
                 kind = entry.inner if entry.kind == ARRAY else entry.kind
                 found[key] = pair(name_of(kind), _cut(key, value_of(tree, header, key), fewer))
     return found, _describe_fewer(fewer)
@@ -148,20 +149,22 @@ def _pairs_of_source(chosen: Chosen) -> tuple[dict[str, bytes], list[str]]:
 
 
 class _Fewer(NamedTuple):
-    """key: where the metadata counts the layers. before, after: how many there were, and are."""
+    """A smaller number of layers, where `--remove-keys` leaves out the last ones."""
 
-    key: str
+    key: str  # of the metadata, which counts the layers
     before: int
     after: int
 
     def of_layers(self, key: str, length: int) -> bool:
-        """Is a list of `length` values a value for each layer?"""
+        """Whether a list of `length` values under `key` has one value for each layer."""
         return length == self.before and key.partition(".")[0] == self.key.partition(".")[0]
 
 
 def _fewer_layers(chosen: Chosen, stated: Mapping[str, Any]) -> _Fewer | None:
-    """What `--remove-keys` leaves of the layers that the metadata counts, None where it leaves them all. Raises
-    UsageError E2820 where those that stay are not the first ones: llama.cpp numbers them without gaps."""
+    """The layers that `--remove-keys` leaves of those in the metadata, None if it removes no whole layer.
+
+    Raises UsageError E2820 if the remaining layers are not the first ones: llama.cpp numbers them without gaps.
+    """
     key = f"{stated.get('general.architecture')}.block_count"
     have = _layers(row.tensor.key.name for row in chosen.stored)
     gone = _layers(tensor.key.name for tensor in chosen.removed) - have
@@ -183,7 +186,7 @@ def _layers(names: Iterable[str]) -> set[int]:
 
 
 def _cut(key: str, value: Any, fewer: _Fewer | None) -> Any:
-    """A value of the metadata for the layers that stay."""
+    """A metadata value, cut to the layers that remain if it has one entry for each layer."""
     if fewer is None:
         return value
     if key == fewer.key:
