@@ -1,5 +1,4 @@
-"""Computed tensors: values made while they are read, as one more source that the plan, the executor and the digests
-see.
+"""Computed tensors: values that are computed while they are read, presented as one more source of the plan.
 
 A recipe makes one tensor, most often F32, from tensors of other sources, range by range of its row-major line.
 `ComputedTree` is a tree whose files are such lines, so dequantising, folding an adapter and merging models are all
@@ -13,12 +12,12 @@ A recipe makes one tensor, most often F32, from tensors of other sources, range 
     "doubled")])
     tree.tensors[0]     # a LogicalTensor, F32, one array in the file "model/w" of that tree
 
-Inputs are read through their chunks, whatever their files, cuts and layouts; replicas are compared on the way, and the
-records that they lie in are held against their checksums at the end of the run (`late_faults`). Rounding to
-the dtype that is written is the executor's (it counts overflows). The identity of a computed file is that of all files
-that its inputs lie in and of `text`, so a run whose parameters or sources changed is never gone on with. Cost: what
+Inputs are read through their chunks, whatever their files, sharding and layouts; replicas are compared on the way, and
+the records that contain them are checked against their checksums at the end of the run (`late_faults`). The executor
+rounds to the dtype that is written (and counts overflows). The identity of a computed file is a hash of the identities
+of all files of its inputs and of `text`, so a run whose parameters or sources changed is never resumed. Cost: what
 `values` costs, on the executor's threads, in ranges of at most a block (4 MiB) or a strip of a panel. What it does not
-do: travel in a saved plan (only this process knows the recipes).
+do: save recipes in a plan file (only this process knows them).
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ _ROOM = 16  # descriptors that each thread keeps open
 
 
 class Input(NamedTuple):
-    """A tensor that a recipe reads, and the tree that its arrays lie in."""
+    """A tensor that a recipe reads, and the tree in which its arrays are stored."""
 
     tensor: LogicalTensor
     tree: Tree
@@ -62,39 +61,45 @@ class Input(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Recipe(ABC):
-    """How one tensor is made. Subclasses add their parameters as fields and give `values`; they hold no state of a
-    run."""
+    """How one tensor is computed. Subclasses add their parameters as fields and implement `values`. Instances must not
+    keep state, since several threads use them at once."""
 
-    # key, shape: of the tensor that is made
+    # key, shape: of the computed tensor
     key: TensorKey
     shape: tuple[int, ...]
     inputs: tuple[Input, ...]
-    text: str  # all that its values depend on but the inputs' bytes, in words
+    text: str  # everything that the values depend on apart from the inputs' bytes: part of the file's identity
 
     @abstractmethod
     def values(self, read: Read, start: int, stop: int) -> Floats:
-        """Elements [start, stop) of the made tensor's row-major line, 1-d; any range, most often whole blocks of rows.
+        """Elements [start, stop) of the computed tensor's row-major line, 1-d. Called on several threads at once.
 
-        read(k, a, b): elements [a, b) of input k's row-major line, 1-d, of its own dtype's NumPy type (a copy that may
-        be changed). Of dtypes below 8 bits a and b count bytes, as uint8. Called on several threads at once.
+        Args:
+            read: read(k, a, b) returns elements [a, b) of input k's row-major line, 1-d, of its own dtype's NumPy type
+                (a copy that may be changed). For dtypes below 8 bits a and b count bytes, as uint8.
+            start: any range may be requested; most often it is whole blocks of rows.
         """
 
     def compute_rounded(self, read: Read, lend: Lend, start: int, stop: int, out: tuple[Array, str]) -> bool:
-        """The same elements rounded to a dtype, in one pass by compiled code; False where there is none, or where a
-        value is not finite or becomes so: they are made by `values` then, and those that are lost are counted.
+        """Computes elements [start, stop) rounded to a dtype, in one pass of compiled code.
 
-        lend(k, a, b): their bytes and the dtype's name; good until input k is asked for again. out: 1-d, of the bits of
-        that dtype, and its name.
+        Returns False if there is no such code, or if a value is or becomes infinite or NaN: the caller then uses
+        `values` and a cast that counts overflows.
+
+        Args:
+            lend: lend(k, a, b) returns the bytes of elements [a, b) of input k and the name of its dtype; valid until
+                input k is requested again.
+            out: the array to fill, 1-d, of unsigned integers of the dtype's width, and the dtype's name.
         """
         return False
 
     @property
     def dtype(self) -> DType:
-        """Of the values that are made."""
+        """The dtype of the computed values."""
         return _F32
 
     def line(self, read: Read, offset: int, nbytes: int) -> memoryview:
-        """Bytes [offset, offset + nbytes) of the made tensor's row-major line, little-endian: those of `values`."""
+        """Bytes [offset, offset + nbytes) of the computed tensor's row-major line, little-endian."""
         start = offset // 4
         stop = ceil_div(offset + nbytes, 4)
         values = self.values(read, start, stop)
@@ -104,32 +109,35 @@ class Recipe(ABC):
         return line if len(line) == nbytes else line[offset - 4 * start : offset - 4 * start + nbytes]
 
     def fill(self, read: Read, offset: int, out: memoryview) -> None:
-        """All of `out` from byte `offset` of the line; a recipe that can makes the bytes where they are wanted."""
+        """Fill `out` with the bytes of the line from byte `offset` on. Subclasses may compute them in place."""
         out[:] = self.line(read, offset, len(out))
 
     def late_faults(self, read: Read) -> Iterator[CkptError]:
-        """What is wrong with the tensor and shows only when all of it has been made."""
+        """Yields faults of the tensor that can be detected only after all of it has been computed."""
         return iter(())
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """The size of the computed values in bytes."""
         return self.dtype.nbytes(self.numel)
 
     @property
     def memory(self) -> int:
-        """Bytes that a thread holds while it makes the tensor, beside its blocks."""
+        """Bytes that a thread needs to compute the tensor, in addition to its blocks."""
         return 0
 
 
 @dataclass(frozen=True, eq=False)
 class ExactRecipe(Recipe):
-    """How a tensor of exact bytes is made. Subclasses have a `dtype` of their own and give `line`."""
+    """How a tensor that is no F32 values but exact bytes is computed. Subclasses define `dtype` and `line`."""
 
     def values(self, read: Read, start: int, stop: int) -> Floats:
+        """Raises InternalError: there are only bytes (`line`)."""
         raise InternalError(f"{self.key} is made of bytes, and was asked for numbers")
 
     @abstractmethod
@@ -138,22 +146,23 @@ class ExactRecipe(Recipe):
 
 
 class _Lines:
-    """The inputs of the recipe of `path`, for one thread."""
+    """Reads the inputs of the recipe of `path`, for one thread."""
 
     def __init__(self, path: str, inputs: list[tuple[Move, BlockReader]]) -> None:
         self.path = path
         self.inputs = inputs
-        self._lent: dict[int, Array] = {}  # the pages of fresh arrays cost more than a pass over them
+        # buffers are reused: page faults of a new array cost more than a pass over it
+        self._lent: dict[int, Array] = {}
 
     def read(self, number: int, start: int, stop: int) -> Array:
-        """Elements of an input's line, in memory of their own."""
+        """Elements of an input's line, in a new array."""
         move, reader = self.inputs[number]
         block: Array = np.empty((stop - start) * move.item, np.uint8)
         reader.fill(move, block.data, start, stop, until=stop)
         return block if move.dtype.bits < 8 else block.view(numpy_type(move.dtype))
 
     def lend(self, number: int, start: int, stop: int) -> tuple[Array, str]:
-        """Their bytes, in memory that the next call for this input takes again, and the dtype's name."""
+        """(bytes of the elements, name of their dtype). The next call for this input overwrites the bytes."""
         move, reader = self.inputs[number]
         size = (stop - start) * move.item
         room = self._lent.get(number)
@@ -164,13 +173,14 @@ class _Lines:
 
 
 class ComputedTree(Tree):
-    """A source whose files are computed. Its root is no folder: everything is read through `read`."""
+    """A source whose files are computed tensors, one file each. Nothing of it is on disk: files have no descriptors and
+    are read through `read`, `view` or `fill`."""
 
     local = False
     computed = True
 
     def __init__(self, shown: str, recipes: Iterable[Recipe]) -> None:
-        """shown: for messages, unlike that of every other tree of the run."""
+        """shown: the name in messages; must differ from that of every other tree of the run."""
         self._recipes = {f"{recipe.key.state}/{recipe.key.name}": recipe for recipe in recipes}
         first = next(iter(self._recipes.values()), None)
         if first is None or not all(recipe.inputs for recipe in self._recipes.values()):
@@ -182,27 +192,31 @@ class ComputedTree(Tree):
         self._first_sight: dict[tuple[str, str], str] = {}
         self._of_thread = threading.local()
         self._readers: dict[BlockReader, Tree] = {}
-        self._passed: dict[tuple[str, str], list[ChecksummedRange]] = {}  # (tree, file) -> CRCs of what was read of it
+        self._passed: dict[tuple[str, str], list[ChecksummedRange]] = {}  # (tree, file) -> CRCs of what was read
         self._guard = threading.Lock()
         self.tensors = tuple(
             simple_tensor(recipe.key, StoredArray(path, 0, recipe.dtype, recipe.shape))
             for path, recipe in self._recipes.items()
         )
 
-    # -- what a plan asks ---------------------------------------------------------------------------------------------
+    # -- the interface of a source, as `Tree` has it ------------------------------------------------------------------
 
     def listing(self) -> dict[str, int]:
+        """Path -> size in bytes of every computed file."""
         return {path: recipe.nbytes for path, recipe in self._recipes.items()}
 
     def display(self, path: str = "") -> str:
+        """The computed tensor of `path`, as messages show it."""
         recipe = self._recipes.get(path)
         return f"{self.shown}: {recipe.key}" if recipe else self.shown
 
     def size(self, path: str) -> int:
+        """The size in bytes of a computed file."""
         return self._recipes[path].nbytes
 
     def identity(self, path: str) -> Identity:
-        """Of the inputs' files as they were at first sight: thousands of tensors lie in a few files."""
+        """The identity of a computed file, from those of its inputs' files. Each of these is looked up once and
+        remembered: thousands of tensors share a few files."""
 
         def seen(tree: Tree, file: str) -> str:
             if (known := self._first_sight.get((tree.shown, file))) is None:
@@ -212,10 +226,11 @@ class ComputedTree(Tree):
         return self._identity(path, seen)
 
     def identity_by_name(self, path: str) -> Identity:
+        """The identity of a computed file, from its inputs' files as they are now."""
         return self._identity(path, lambda tree, file: _described(tree, file, tree.identity_by_name(file)))
 
     def identities_by_name(self, paths: Iterable[str]) -> list[Identity | None]:
-        """As `Tree.identities_by_name`: each file of the inputs is looked at once."""
+        """As `Tree.identities_by_name`: each file of the inputs is looked up once."""
         now: dict[tuple[str, str], str] = {}
         files: dict[str, tuple[Tree, dict[str, None]]] = {}
         names = list(paths)
@@ -236,6 +251,8 @@ class ComputedTree(Tree):
 
     def _identity(self, path: str, of: Callable[[Tree, str], str]) -> Identity:
         recipe = self._recipes[path]
+
+        # A hash in the form of an `Identity`: three of its numbers are 7 bytes of the hash each.
         found = blake2b(recipe.text.encode(), digest_size=24)
         for each in recipe.inputs:
             for file in dict.fromkeys(chunk.array.path for chunk in each.tensor.chunks):
@@ -245,9 +262,11 @@ class ComputedTree(Tree):
         return Identity(0, a, recipe.nbytes, b, c)
 
     def open(self, path: str) -> int:
+        """Raises InternalError: computed files have no descriptors."""
         raise InternalError(f"{path} is computed: it has no descriptor")
 
     def fd(self, path: str) -> int:
+        """Raises InternalError, as `open`."""
         return self.open(path)
 
     def close(self) -> None:
@@ -257,14 +276,14 @@ class ComputedTree(Tree):
         self._of_thread = threading.local()
 
     def files_behind(self, path: str) -> Iterator[tuple[Tree, str]]:
-        """Those of its recipe's inputs; a file comes more than once."""
+        """Yields the files of the recipe's inputs; the same file may come more than once."""
         for each in self._recipes[path].inputs:
             for file in dict.fromkeys(chunk.array.path for chunk in each.tensor.chunks):
                 yield from each.tree.files_behind(file)
 
     def late_faults(self, paths: Iterable[str]) -> Iterator[CkptError]:
-        """What the recipes of the files `paths` find wrong, and damaged records of their inputs; what was not read of
-        them is read now."""
+        """Yields the faults that the recipes of `paths` report, and damaged records of their inputs. Parts of those
+        records that have not been read yet are read now."""
         names = list(paths)
         found = list[CkptError]()
 
@@ -291,7 +310,7 @@ class ComputedTree(Tree):
             yield from source.files.late_faults()
 
     def bytes_of_inputs(self, path: str) -> int:
-        """Bytes that lie in files, of which the tensor at `path` is made."""
+        """Bytes of the stored tensors from which the tensor at `path` is computed, through other computed ones too."""
         nbytes = 0
         for each in self._recipes[path].inputs:
             if isinstance(each.tree, ComputedTree):
@@ -303,27 +322,28 @@ class ComputedTree(Tree):
 
     @property
     def memory(self) -> int:
-        """Bytes that each thread holds for its recipe, at most."""
+        """The largest number of bytes that a thread needs for a recipe."""
         return max(recipe.memory for recipe in self._recipes.values())
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
-        """Bytes of the made tensor's row-major line, little-endian."""
+        """Bytes of the computed tensor's row-major line, little-endian."""
         return bytes(self.view(path, offset, nbytes))
 
     def view(self, path: str, offset: int, nbytes: int) -> memoryview:
-        """The same, without a copy of what the recipe gave."""
+        """As `read`, but without a copy of what the recipe returned."""
         recipe = self._recipe(path, offset, nbytes)
         return recipe.line(self._lines_of(path, recipe).read, offset, nbytes) if nbytes else memoryview(b"")
 
     def fill(self, path: str, offset: int, view: memoryview) -> None:
+        """Fill all of `view` from byte `offset` of a computed file."""
         recipe = self._recipe(path, offset, len(view))
         if view:
             recipe.fill(self._lines_of(path, recipe).read, offset, view)
 
     def _recipe(self, path: str, offset: int, nbytes: int) -> Recipe:
-        """The one of those bytes."""
+        """The recipe of `path`. Raises InternalError for bytes outside the file."""
         recipe = self._recipes[path]
         if offset < 0 or nbytes < 0 or offset + nbytes > recipe.nbytes:
             raise InternalError(f"{path}: bytes {offset} to {offset + nbytes} of {recipe.nbytes}")
@@ -338,7 +358,7 @@ class ComputedTree(Tree):
         return recipe.compute_rounded(lines.read, lines.lend, start, start + len(out) // item, (made, dtype.name))
 
     def _lines_of(self, path: str, recipe: Recipe) -> _Lines:
-        """This thread's way to the recipe's inputs; that of the last recipe is kept."""
+        """This thread's open inputs of the recipe. Those of the last recipe are kept, since reads come in sequence."""
         last: _Lines | None = getattr(self._of_thread, "last", None)
         if last is None or last.path != path:
             self._forget()
@@ -353,7 +373,7 @@ class ComputedTree(Tree):
         return source.moves[0], reader
 
     def _forget(self) -> None:
-        """Close what this thread has open for the recipe before."""
+        """Close what this thread has open for its last recipe."""
         last: _Lines | None = getattr(self._of_thread, "last", None)
         self._of_thread.last = None
         for _, reader in last.inputs if last else ():

@@ -25,8 +25,13 @@ LEAF = 256 << 10  # bytes
 
 
 class _Hash(Protocol):
-    def update(self, data: bytes | memoryview, /) -> None: ...
-    def digest(self) -> bytes: ...
+    def update(self, data: bytes | memoryview, /) -> None:
+        """Add bytes to the hash."""
+        ...
+
+    def digest(self) -> bytes:
+        """The hash of all bytes so far."""
+        ...
 
 
 def root(dtype: str, shape: Sequence[int], leaves: bytes | bytearray) -> str:
@@ -49,7 +54,7 @@ class LeafStream:
     wants to be fed, beyond `stop` when the last leaf runs on.
 
     exact: hash the bytes [start, stop) and no others, in pieces that end where leaves end: what the journal keeps.
-    Where start and stop are leaf bounds both come to the same hashes (`aligned`).
+    If start and stop are leaf bounds, the hashes are the same with and without `exact` (`aligned`).
     """
 
     def __init__(self, start: int, stop: int, total: int, *, exact: bool = False) -> None:

@@ -1,6 +1,6 @@
-"""Closing a run: what is done once all values have moved and before the output is committed.
+"""The end of a run: everything between the last moved value and the commit.
 
-Record checksums of the sources are settled, side files copied, holes filled (CRCs, digests), every file fsynced.
+Record checksums of the sources are verified, side files copied, holes filled (CRCs, digests), every file fsynced.
 """
 
 from __future__ import annotations
@@ -48,10 +48,12 @@ def copy_sidefiles(plan: Plan, sources: Sources, staging: Staging) -> None:
 def fill_patches(
     plan: Plan, staging: Staging, pieces: Mapping[int, Sequence[ChecksummedRange]], digests: Sequence[str] | None
 ) -> None:
-    """Fill the holes of the outputs: CRCs of written records, digests of tensors (None: they were not taken), hashes of
-    files; files that hold such hashes come last.
+    """Fill the holes of the outputs: CRCs of written records, digests of tensors, hashes of files. Files that contain
+    hashes of other files come last.
 
-    pieces: output file -> the CRCs of the runs written; what is missing (a resumed run) is read back.
+    Args:
+        pieces: output file -> the CRCs of the runs written; what is missing (a resumed run) is read back.
+        digests: those of the moves, None if they were not computed: the holes are then filled with dashes.
     """
     patched = [(number, file) for number, file in enumerate(plan.outputs) if file.patches]
     for number, file in sorted(patched, key=lambda row: any(patch.kind == "sha256" for patch in row[1].patches)):
@@ -76,9 +78,10 @@ def fill_patches(
 
 
 def _checksums(fd: int, spans: Collection[tuple[int, int]], written: Sequence[ChecksummedRange]) -> list[int]:
-    """The CRC-32 of each (offset, length) of a file; by several threads where much of it was not seen when written."""
+    """The CRC-32 of each (offset, length) of a file; on several threads if much of it has to be read back."""
 
     def crc(span: tuple[int, int]) -> int:
+        """The CRC-32 of one (offset, length)."""
         offset = span[0]
         stop = sum(span)
         return join(offset, stop, within(written, offset, stop), partial(read_chunks, fd))
@@ -105,12 +108,15 @@ def _sha256(staging: Staging, path: str) -> bytes:
 
 
 def sync_all(staging: Staging, names: Sequence[str], done: Callable[[str], None] = lambda name: None) -> None:
-    """fsync every file, by a few threads: the disk takes them together. The first failure is final and is raised.
-    done: is called with each file that is safe."""
+    """fsync every file, on a few threads, since a disk handles several flushes at once. The first failure is raised.
+
+    done: called with the name of each file that is on disk.
+    """
     left = list(names)
     failures = list[CkptError]()
 
     def sync_some() -> None:
+        """fsync files until none is left or one thread has failed."""
         while left and not failures:
             try:
                 name = left.pop()

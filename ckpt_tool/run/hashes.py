@@ -1,18 +1,19 @@
-"""SHA-256 of every output file, taken while the files are filled: each file is hashed in its order, as far as all of it
-has come, from the pages that were just written.
+"""SHA-256 of every output file, computed while the files are written: each file is hashed from its start, as far as it
+is complete, from pages that were just written.
 
     hashes = FileHashes(plan, staging)
-    hashes.landed(unit)                # any thread: all that the unit writes is there; goes on where it can
+    hashes.landed(unit)                # from any thread: the unit is written; hashes what has become complete
     hashes.finish()                    # {"model.safetensors": "9f86d0...", ...}
 
-A hash of a file has one order, and units end in any. Files are cut into windows; how many bytes moves write of each is
-known, so a window is whole when as many have come. The thread that completes a stretch at the front of a file hashes
-it, one thread a file. Where a record's CRC lies before the record (zips), the record is waited for and the CRC is
-taken and written first; `run.finish` makes it once more of what passed by, and the two must be equal.
+A file must be hashed in order, but units are finished in any order. Files are cut into windows; the plan determines how
+many bytes moves write to each, so a window is complete when as many have arrived. The thread that completes the next
+windows of a file hashes them, one thread per file at a time. If a record's CRC precedes the record (zips), the hash
+waits for the record, and the CRC is computed and written first; `run.finish` computes it again from the CRCs taken on
+the way, and the two must be equal.
 
-Nothing is read from a disk that still has it in memory: what is hashed was written moments before. What an earlier run
-staged is read, as resuming reads it. Cost: the hash, 0.5 to 0.7 s a GB and core where the processor has instructions
-for it, and a copy out of the page cache. What waits for a gap before it is not hashed yet, and may leave the cache.
+Usually nothing is read from the disk: what is hashed was written moments before and is still in the page cache. What an
+earlier run staged is read, as resuming reads it. Cost: the hash, 0.5 to 0.7 s a GB and core if the processor has
+instructions for it, and a copy from the page cache. Windows behind a gap wait, and may have left the cache by then.
 """
 
 from __future__ import annotations
@@ -35,21 +36,20 @@ from ckpt_tool.storage.descriptors import close_read
 from ckpt_tool.storage.output.staging import Staging
 
 WINDOW = 4 << 20  # bytes
-BACKLOG = 256 << 20  # bytes that may be whole and not hashed before the thread that wrote them waits
+BACKLOG = 256 << 20  # bytes of a file that may be complete and not hashed before writing threads wait
 
 _Hole = tuple[int, tuple[int, int] | None]  # where, and whose CRC (offset, length) fills it; None: known at the end
 
 
 class _HashedFile(FileParts):
-    """One output file on its way. at: bytes that are hashed. left: window -> bytes still to come."""
+    """One output file while it is hashed. at: bytes hashed so far. left: window -> bytes still to be written."""
 
     def __init__(self, file: TargetFile, arrays: Sequence[Extent]) -> None:
         super().__init__(file.size, WINDOW)
         self.path = file.path
         self.copied = file.copy_of is not None
-        # first: no window before it lacks anything
         self.at = 0
-        self.first = 0
+        self.first = 0  # all windows before this one are complete
         self.digest = hashlib.sha256()
         self.turn = threading.Lock()
         self.left: dict[int, int] = {}
@@ -58,7 +58,7 @@ class _HashedFile(FileParts):
         self.filled: list[tuple[int, bytes]] = []
 
     def ready(self) -> int:
-        """Up to which byte all that moves write is there."""
+        """The byte up to which everything that moves write has been written."""
         if self.copied:
             return 0
         while self.first < self.parts and not self.left.get(self.first):
@@ -66,7 +66,7 @@ class _HashedFile(FileParts):
         return min(self.first * self.step, self.size)
 
     def lacks(self, span: tuple[int, int]) -> bool:
-        """Is something still to come of (offset, length)?"""
+        """Are bytes of (offset, length) still to be written?"""
         return any(self.left.get(part) for part in self.parts_of(span[0], sum(span)))
 
 
@@ -77,7 +77,7 @@ def _holes(file: TargetFile, arrays: Sequence[Extent]) -> Iterator[_Hole]:
 
 
 class FileHashes:
-    """The hashes of one run's files. `landed` from any thread, once a unit; then `finish`, when every hole is
+    """The hashes of one run's files. Call `landed` once per unit, from any thread, then `finish` when every hole is
     filled."""
 
     def __init__(self, plan: Plan, staging: Staging, threads: int) -> None:
@@ -94,7 +94,7 @@ class FileHashes:
             file.moved = {}
 
     def landed(self, unit: Unit, *, later: bool = False) -> None:
-        """All that the unit writes is there. later: it is not hashed now."""
+        """Note that everything the unit writes has been written, and hash what is complete. later: do not hash now."""
         came: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
         for index, start, stop in unit.items:
             move = self._moves[index]
@@ -113,8 +113,8 @@ class FileHashes:
             self._go_on(self._files[number])
 
     def _go_on(self, file: _HashedFile) -> None:
-        """Hash what is whole at the front of a file, unless another thread does; where that has far to go, wait for
-        it."""
+        """Hash the next complete windows of a file, unless another thread is doing so. If more than BACKLOG bytes are
+        waiting, block until it is done, so that writing does not run ahead of hashing."""
         with self._lock:
             behind = file.ready() - file.at
         if behind <= 0 or not file.turn.acquire(blocking=behind > BACKLOG):
@@ -130,7 +130,7 @@ class FileHashes:
             file.turn.release()
 
     def _reach(self, file: _HashedFile, fd: int) -> int:
-        """Up to which byte a file can be hashed now, with its turn. Fills the holes before it."""
+        """The byte up to which a file can be hashed now. Fills the holes before it. The caller holds `file.turn`."""
         while True:
             with self._lock:
                 ready = file.ready()
@@ -154,12 +154,15 @@ class FileHashes:
         file.at = stop
 
     def finish(self, advance: Callable[[int], None]) -> dict[str, str]:
-        """Path -> hash in hex, with what was still to be hashed; advance is called with how many bytes that takes.
-        Raises StorageError E0709 where a CRC that was hashed is not the one that the file has."""
+        """Hash what is left. Returns path -> hash in hex. advance: called with the number of bytes hashed.
+
+        Raises StorageError E0709 if a CRC in a file differs from the one that was hashed.
+        """
         waiting = sorted(self._files, key=lambda file: file.size - file.at)
         failures = list[BaseException]()
 
         def work() -> None:
+            """Finish files until none is left or one thread has failed."""
             try:
                 while waiting and not failures:
                     self._end(waiting.pop(), advance)

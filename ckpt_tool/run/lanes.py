@@ -1,19 +1,19 @@
-"""Lanes: the two shapes that nearly every side of a move has, ready for a handful of system calls a block.
+"""Lanes: fast paths for the two shapes that nearly every side of a move has, with a handful of system calls a block.
 
-`Reader.fill` and `Writer.drain` take any region and look at it anew for each block. Nearly all sides are simpler: runs
-that follow each other along the line (whole tensors, shards of dim 0, flat shards), or bands, columns of rows (shards
-of dim 1). A lane knows its side's whole geometry before the first block, so that a block costs one call a run, and for
-bands one call and one NumPy assignment between views that are made once:
+`BlockReader.fill` and `Writer.drain` accept any region and examine it again for each block. Nearly all sides are
+simpler: runs that follow each other along the line (whole tensors, shards of dim 0, flat shards), or bands, that is
+columns of rows (shards of dim 1). A lane knows the geometry of its side before the first block, so that a block costs
+one call per run, and for bands one call and one NumPy assignment between views that are made once:
 
     two ranks' columns of a (rows, 8) tensor      line:  aaaabbbb aaaabbbb aaaabbbb ...
     rank 0's file: aaaaaaaaaaaa...                block: rows [0, 64): pread 64 * 4 from a, spread; the same from b
 
-That takes 6 to 14 % off what a thread spends on a job of plain runs or shards of dim 1, hashing and system calls
-included (400 MB in memory, one thread, best of nine: Hugging Face files 0.162 s where the general way took 0.179, 8
-tensor ranks to 2 0.181 to 0.204, 2 to 8 0.200 to 0.228, to Hugging Face 0.175 to 0.202).
+A lane saves 6 to 14 % of a thread's time on a job of plain runs or shards of dim 1, hashing and system calls included
+(400 MB in memory, one thread, best of nine, with and without lanes: Hugging Face files 0.162 s and 0.179 s, 8 tensor
+ranks to 2 0.181 and 0.204, 2 to 8 0.200 and 0.228, to Hugging Face 0.175 and 0.202).
 
-A side that is neither (replicas to compare, three strided dims, gaps) gets no lane and goes the general way. Blocks
-that cut a row go that way too: the first and the last of an item whose bounds lie inside a row.
+Any other side (replicas to compare, three strided dims, gaps) has no lane and uses the general functions. So do blocks
+that cut a row: the first and the last of an item whose bounds are inside a row.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ Transfer = Callable[[int, int, memoryview], None]  # (file, offset, bytes): `Rea
 
 
 class LineRun(NamedTuple):
-    """Bytes [start, stop) of the line lie in `file` from byte start + shift on."""
+    """Bytes [start, stop) of the line are stored in `file` from byte start + shift on."""
 
     start: int
     stop: int
     file: int
-    shift: int
+    shift: int  # byte in the file minus byte in the line
 
 
 class LineBand(NamedTuple):
-    """Rows [low, high) of the line, bytes [column, column + width) of each, lie in `file` end to end from `offset`
-    on."""
+    """Bytes [column, column + width) of rows [low, high) of the line, stored one after the other in `file` from byte
+    `offset` on."""
 
     low: int
     high: int
@@ -52,7 +52,7 @@ class LineBand(NamedTuple):
 
 
 def runs_of(regions: Sequence[Region], item: int, start: int, stop: int) -> list[LineRun] | None:
-    """What plain runs hold of elements [start, stop), in line order; None when a region is no row of long runs."""
+    """Elements [start, stop) as plain runs, in line order; None if a region is neither a run nor rows of long runs."""
     found: list[LineRun] = []
     for region in regions:
         low, high = hull(region)
@@ -76,7 +76,7 @@ def _runs(part: Region, item: int) -> Iterator[LineRun]:
 
 
 def bands_of(regions: Sequence[Region], item: int) -> tuple[int, list[LineBand]] | None:
-    """(elements of a row, the regions as bands of such rows), None where one of them is none."""
+    """Returns (elements of a row, the regions as bands of such rows), None if one of the regions is no band."""
     widths = {
         region.steps[0] for region in regions if len(region.extents) == 2 or len(region.extents) == 1 != region.steps[0]
     }
@@ -95,7 +95,7 @@ def bands_of(regions: Sequence[Region], item: int) -> tuple[int, list[LineBand]]
 
 
 def _rows(region: Region, row: int, column: int, item: int) -> tuple[int, int] | None:
-    """(rows, elements of a row) of a region that is a band, stored densely."""
+    """(rows, elements of each row) of a region if it is a band without gaps in the file, else None."""
     extents = region.extents
     strides = region.strides
     steps = region.steps
@@ -122,14 +122,14 @@ class Runs:
         self._next = 0  # the first run that does not end before the block
 
     def one(self, start: int, stop: int) -> tuple[int, int] | None:
-        """(file, offset) of bytes [start, stop) of the line where they lie in one run."""
+        """(file, offset) of bytes [start, stop) of the line if they are in one run, else None."""
         for low, high, file, shift in self._runs:
             if low <= start and stop <= high:
                 return file, start + shift
         return None
 
     def pass_by(self, data: memoryview, start: int, stop: int) -> None:
-        """Move bytes [start, stop) of the line, which lie (or shall lie) in `data`."""
+        """Transfer bytes [start, stop) of the line between `data` and the files."""
         runs = self._runs
         at = self._next
         while at < len(runs) and runs[at].stop <= start:
@@ -149,17 +149,21 @@ class Runs:
 
 
 class _Views(NamedTuple):
-    """A band's part of a block, as it lies in the block and packed in the scratch."""
+    """A band's part of a block, as views of the block and of the scratch."""
 
-    spread: np.ndarray[tuple[int, ...], np.dtype[np.generic]]
-    packed: np.ndarray[tuple[int, ...], np.dtype[np.generic]]
-    flat: memoryview
+    spread: np.ndarray[tuple[int, ...], np.dtype[np.generic]]  # in the block: a column of the rows
+    packed: np.ndarray[tuple[int, ...], np.dtype[np.generic]]  # in the scratch: without gaps, as in the file
+    flat: memoryview  # the bytes of `packed`
 
 
 class Bands:
-    """A side of bands, for blocks of whole rows that lie in `block`; `scratch` holds at least as many bytes.
+    """A side of bands, for blocks of whole rows.
 
-    reads: fill the block from the files, else write it to them.
+    Args:
+        row: elements of a row of the line.
+        block: the buffer of the blocks.
+        scratch: a buffer of at least the size of a block.
+        reads: True fills the block from the files, False writes it to them.
     """
 
     def __init__(
@@ -187,8 +191,8 @@ class Bands:
         return start % self._row == 0 == stop % self._row
 
     def pass_by(self, data: memoryview, start: int, stop: int) -> None:
-        """Move elements [start, stop) of the line, whole rows, which lie (or shall lie) in `data`, the block's
-        start."""
+        """Transfer elements [start, stop) of the line, whole rows, between `data` and the files. `data` must be the
+        start of the block, because the views that are kept point into it."""
         first = start // self._row
         last = stop // self._row
         length = self._row * self._item
@@ -198,7 +202,7 @@ class Bands:
             top = max(low, first)
             end = min(high, last)
             at = offset + (top - low) * width
-            if width == length:
+            if width == length:  # whole rows need no rearranging
                 self._transfer(file, at, data[(top - first) * length : (end - first) * length])
                 continue
             where = (top - first, end - top, column, width)

@@ -1,13 +1,14 @@
-"""Replicas that differ: every tensor that has some, with how far they are apart, and before a byte is written where
-that is cheap.
+"""Reports replicas that differ: every affected tensor and how far the copies differ, before anything is written if that
+is cheap.
 
     w [exp_avg]: 3 of 4,096 elements differ in mp_rank_01/model_optim_rng.pt, the first at [0, 17]; max ulp 2, max abs
     1.9e-06
 
-Replicas are compared while values are copied, so a sound source is read once. Small ones (`SMALL` bytes of them and of
-what they repeat) are compared before the output is begun, all of them with `--verify full`; of others the first
-difference ends the run, and then all are compared for the report. Either way nothing is written. Cost: nothing without
-replicas but a look at the moves; else at most `SMALL` bytes read twice. What it does not do: say which rank is right.
+Replicas are compared while values are copied, so a valid source is read once. If replicas are small (at most `SMALL`
+bytes including the first copies), they are compared before the output is begun; with `--verify full` all of them are.
+Otherwise the first difference ends the run, and then all are compared for the report. Either way no output is left.
+Cost: without replicas a pass over the moves; else at most `SMALL` bytes read twice. What it does not do: decide which
+rank is right.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ if TYPE_CHECKING:  # NumPy comes where there is something to compare
     from ckpt_tool.run.compare import Worst
     from ckpt_tool.storage.source import Tree
 
-SMALL = 64 << 20  # bytes
-SHOWN = 100  # tensors that are named
+SMALL = 64 << 20  # bytes: up to this size replicas are compared before the run
+SHOWN = 100  # tensors that an error names, at most
 
 
 class Apart(NamedTuple):
     """A tensor whose replicas differ."""
 
     name: str
-    file: str  # where the one lies that differs most
-    elements: int  # how many of them
+    file: str  # the file of the copy that differs most from the first one
+    elements: int  # how many elements differ in that file
     numel: int
-    first: tuple[int, ...]  # index of the first, () where it has none that a person counts by
-    # ulp, gap: the greatest distances
-    ulp: int
-    gap: float
+    first: tuple[int, ...]  # index of the first element that differs, () for dtypes below 8 bits
+    ulp: int  # the greatest difference in units in the last place
+    gap: float  # the greatest absolute difference
 
     def line(self) -> str:
+        """One line of the report."""
         position = f", the first at {list(self.first)}" if self.first else ""
         return (
             f"{self.name}: {self.elements:,} of {self.numel:,} elements differ in {self.file}{position}; "
@@ -50,8 +51,7 @@ class Apart(NamedTuple):
 
 
 def with_replicas(moves: Iterable[Move], most: int | None = None) -> list[Move] | None:
-    """The moves whose sources are held more than once; None where more than `most` bytes would be read to compare
-    them."""
+    """The moves whose sources are stored more than once; None if comparing them would read more than `most` bytes."""
     replicated = list[Move]()
     nbytes = 0
     for move in moves:
@@ -64,8 +64,10 @@ def with_replicas(moves: Iterable[Move], most: int | None = None) -> list[Move] 
 
 
 def look_ahead(moves: Sequence[Move], sources: Sources, *, whole: bool, threads: int | None = None) -> None:
-    """Raise ReplicasDiffer before anything is written, where comparing takes little, or `whole`. Moves that are made
-    when they are looked at are too many to be looked at for this."""
+    """Raise ReplicasDiffer before anything is written, if comparing is cheap or `whole` is set.
+
+    Plans so large that their moves are generated on demand (`Moves`) are skipped: a pass over them is not cheap.
+    """
     if isinstance(moves, Moves) and not whole:
         return
     replicated = with_replicas(moves, None if whole else SMALL)
@@ -80,7 +82,7 @@ def look_ahead(moves: Sequence[Move], sources: Sources, *, whole: bool, threads:
 def all_of_them(
     moves: Sequence[Move], sources: Sources, first: ReplicasDiffer, *, threads: int | None = None
 ) -> ReplicasDiffer:
-    """The error that names every tensor, in place of `first`, which names the one that a run met."""
+    """The error that names every tensor whose replicas differ, instead of `first`, which names only one."""
     replicated = with_replicas(moves) or []
     try:
         differences = differing(replicated, sources, threads=threads)
@@ -90,7 +92,7 @@ def all_of_them(
 
 
 def error_of(apart: Sequence[Apart], of: int | None = None) -> ReplicasDiffer:
-    """What is reported of them. of: how many tensors have replicas, where that is known."""
+    """The error that reports these tensors. of: how many tensors have replicas, if known."""
     lines = [difference.line() for difference in apart]
     if len(lines) > SHOWN:
         lines[SHOWN:] = [f"and {len(apart) - SHOWN:,} more tensors"]
@@ -105,7 +107,7 @@ def error_of(apart: Sequence[Apart], of: int | None = None) -> ReplicasDiffer:
 
 
 def among(sides: Iterable[tuple[Iterable[LogicalTensor], Tree]]) -> list[Apart]:
-    """Every tensor of checkpoints whose replicas differ. sides: tensors and the tree that they lie in."""
+    """Every tensor of some checkpoints whose replicas differ. sides: (tensors, the tree in which they are stored)."""
     from ckpt_tool.run.scan import readable
 
     found: list[Apart] = []
@@ -120,12 +122,13 @@ def _has_replicas(tensor: LogicalTensor) -> bool:
 
 
 def differing(moves: Sequence[Move], sources: Sources, *, threads: int | None = None) -> list[Apart]:
-    """Every move of `moves` whose replicas differ, in their order. Reads them whole."""
+    """Every move of `moves` whose replicas differ, in the order of `moves`. Reads all of their values."""
     from ckpt_tool.run.scan import Queue, Readable, share_out
 
     by_move: dict[int, Apart] = {}
 
     def read(reader: BlockReader, queue: Queue) -> None:
+        """Compare the replicas of the moves in the queue, on one thread."""
         from ckpt_tool.run.walk import STRIDED_BLOCK
 
         block = memoryview(bytearray(STRIDED_BLOCK))
@@ -148,14 +151,14 @@ def differing(moves: Sequence[Move], sources: Sources, *, threads: int | None = 
 
 
 class _ReplicaReader(BlockReader):
-    """A reader that writes down how far replicas are apart where another one raises. For one thread."""
+    """A reader that records how far replicas differ, where `BlockReader` raises. For one thread."""
 
     def __init__(self, files: OpenFiles) -> None:
         super().__init__(files, 32, {})
         self._worst: dict[int, Worst] = {}
 
     def find_panels(self, move: Move) -> None:
-        """No panels: strided sides are read piece by piece, which needs no room and takes longer."""
+        """No panels: strided sides are read piece by piece, which takes longer but needs no buffers."""
         if self._move is not move:
             self._move = move
             self._spans = Spans(move.sources)
@@ -176,7 +179,7 @@ class _ReplicaReader(BlockReader):
             differ(worst, start, first_bytes, these_bytes, move.dtype, move.dtype, 0.0, 0.0)
 
     def apart(self, move: Move) -> Apart | None:
-        """What was found in the move that was read last."""
+        """The differences in the move that was read last, None if there are none."""
         if not self._worst or self._move is not move:
             return None
         file, worst = max(self._worst.items(), key=lambda item: (item[1].gap, item[1].ulp, item[1].count))

@@ -1,4 +1,4 @@
-"""Do the fp32 master weights round to the 16-bit model? Block by block, wherever each of them lies.
+"""Checks that the fp32 master weights round to the 16-bit model, block by block, wherever they are stored.
 
     w [master] 1.00390625 (F32) rounds to 1.0 in BF16, w holds 1.0078125  ->  1 element differs, the first at [0]
 
@@ -45,11 +45,13 @@ def drifts(catalog: Catalog, tree: Tree, *, skip: frozenset[str] = frozenset()) 
     found: dict[TensorKey, list[int]] = {}
 
     def visit(move: Move) -> Visit:
+        """The function that sees the blocks of one model tensor."""
         master = masters[move.key.name]
         reader = BlockReader(theirs.files, 16, {})
         buffer: Bytes = np.empty(STRIDED_BLOCK * (master.item // move.item), np.uint8)
 
         def see(move: Move, at: int, data: Bytes) -> None:
+            """Compare a block of the model with the same elements of its master."""
             n = len(data) // move.item
             part = buffer[: n * master.item]
             reader.fill(master, part.data, at, at + n)
@@ -70,12 +72,12 @@ def drifts(catalog: Catalog, tree: Tree, *, skip: frozenset[str] = frozenset()) 
 
 
 def drift_at(key: TensorKey, shape: Sequence[int], elements: int, first: int) -> Drift:
-    """first: element of the row-major line."""
+    """The `Drift` of a tensor. first: the first differing element, counted along the row-major line."""
     return Drift(key, elements, tuple(int(i) for i in np.unravel_index(first, shape)))
 
 
 def pairs_of(catalog: Catalog, skip: frozenset[str]) -> list[tuple[LogicalTensor, LogicalTensor]]:
-    """(model, master) of every parameter that is looked at."""
+    """(model, master) of every parameter that is checked: 16-bit floats with an fp32 master of the same shape."""
     out = []
     for key in [key for key in catalog.tensors if key.state == MASTER]:
         twin = TensorKey(key.name, MODEL)

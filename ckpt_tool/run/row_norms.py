@@ -1,7 +1,7 @@
 """The rows of a matrix by their norms, and how well an arrangement of the rows in parts explains them.
 
-Parts of a fused weight (query, key, value; gate, up) are trained apart, and their rows differ in size. Where rows are
-labelled with the part that they are of, the labels explain a share of the norms' variance:
+Parts of a fused weight (query, key, value; gate, up) are trained separately, and their rows differ in norm. If each row
+is labelled with the part that it belongs to, the labels explain a share of the norms' variance:
 
     [q q q q k k v v]  laid out as stated     labels explain most of it
     [q k v q k v ...]  laid out otherwise     the labels of the right arrangement explain it, the stated ones do not
@@ -26,7 +26,7 @@ Norms = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def row_norms(catalog: Catalog, tree: Tree, key: TensorKey) -> Norms:
-    """The logarithm of the norm of each row of a matrix, a row of zeros as the smallest of the others."""
+    """The logarithm of the norm of each row of a matrix; rows of zeros count as the smallest other norm."""
     tensor = OpenCatalog(tree, catalog, key.state)[key.name]
     rows, columns = tensor.shape
     step = max(1, PIECE // max(1, columns * 4))
@@ -40,7 +40,8 @@ def row_norms(catalog: Catalog, tree: Tree, key: TensorKey) -> Norms:
 
 
 def explained(norms: Norms, labels: Sequence[int]) -> float:
-    """The share of the variance of the norms that lies between the parts, 0 to 1. labels: the part of each row."""
+    """The share of the norms' variance that is between the parts, 0 to 1 (eta squared). labels: the part of each
+    row."""
     total = float(np.square(norms - norms.mean()).sum())
     if total <= 0:
         return 0.0
@@ -59,7 +60,7 @@ def sloped(norms: Norms) -> float:
 
 
 def apart(norms: Norms, labels: Sequence[int]) -> float:
-    """How far the rows of part 0 lie above those of part 1, in standard deviations within the parts."""
+    """Mean norm of part 0 minus that of part 1, in standard deviations within the parts (Cohen's d)."""
     kinds = np.asarray(labels)
     one = norms[kinds == 0]
     other = norms[kinds == 1]
@@ -68,7 +69,7 @@ def apart(norms: Norms, labels: Sequence[int]) -> float:
 
 
 def equal_rows(catalog: Catalog, tree: Tree, one: TensorKey, other: TensorKey, samples: int = 16) -> bool:
-    """Do two tensors of one shape agree in some rows, spread over them? False is sure, True is not."""
+    """Are the rows of two tensors equal, judged by a few samples? False proves a difference, True proves nothing."""
     tensors = [OpenCatalog(tree, catalog, key.state)[key.name] for key in (one, other)]
     rows = tensors[0].shape[0]
     for at in sorted({i * (rows - 1) // max(1, samples - 1) for i in range(samples)}):

@@ -34,18 +34,19 @@ from ckpt_tool.storage.source import Tree
 
 
 class Readable(NamedTuple):
-    """A catalog's tensors as moves without outputs, the files they lie in, and the checksummed records."""
+    """A catalog's tensors prepared for reading block by block."""
 
-    moves: tuple[Move, ...]
-    files: Sources
-    records: tuple[Record, ...]
+    moves: tuple[Move, ...]  # one for each tensor, without outputs
+    files: Sources  # the files in which the tensors are stored
+    records: tuple[Record, ...]  # the checksummed records of those files that contain the tensors
 
 
-Orders = Mapping[TensorKey, tuple[int, ...]]  # the dims' order of a tensor's line where it is not their own
+# Tensors whose line is not row-major -> the order of the dims in the line.
+Orders = Mapping[TensorKey, tuple[int, ...]]
 
 
 def readable(tensors: Iterable[LogicalTensor], tree: Tree, orders: Orders = MappingProxyType({})) -> Readable:
-    """Tensors ready to be read block by block."""
+    """The tensors as moves without outputs, with their files and records, for `walk`."""
     numbers: dict[str, int] = {}
     records: dict[Record, None] = {}
     moves = []
@@ -82,25 +83,33 @@ def walk(
 ) -> None:
     """Read every tensor, block by block, by a few threads; `visit(move)` gives the function that sees its blocks.
 
-    on_fault: takes faults of the input (replicas that differ, a CRC) and goes on; without it they are raised.
-    beside: records of what `visit` reads itself. progress: shows how far that is, and in which file. bytewise: what
-    `visit` gives counts in bytes, and is given them as a store has sent them, cut anywhere: that spares a copy.
+    Args:
+        on_fault: called with faults of the input (replicas that differ, a wrong CRC), and the walk goes on; without it
+            they are raised.
+        beside: records of files that `visit` reads itself, to be checked at the end too.
+        progress: shows the bytes read and the current file.
+        bytewise: the function from `visit` is called with byte positions instead of elements, and with buffers exactly
+            as a store has sent them, which may end inside an element: this saves a copy.
     """
 
     lock = threading.Lock()
 
     def read(reader: BlockReader, queue: Queue) -> None:
+        """Read tensors from the queue until it is empty, on one thread."""
         block: Bytes = np.empty(STRIDED_BLOCK, np.uint8)
 
         def take() -> Move | None:
+            """The next tensor, None at the end of the queue."""
             index = next(queue, None)
             return None if index is None else source.moves[index]
 
         def expect(move: Move, then: bool) -> None:
+            """Have the tensor's bytes fetched ahead; one that fits into a block is read at once anyway."""
             if move.nbytes > STRIDED_BLOCK:
                 reader.expect([(move, 0, move.numel)], then=then)
 
         def passed(nbytes: int) -> None:
+            """Report that `nbytes` more bytes were read."""
             ahead.passed(nbytes)
             if progress is not None:
                 progress.advance(nbytes)
@@ -146,12 +155,14 @@ def share_out(
     beside: CheckedRecords | None = None,
     waits: bool = False,
 ) -> None:
-    """Run `read` on a few threads, each with a reader of its own; the numbers of the moves come in the order of the
+    """Run `read` on a few threads, each with its own reader and one queue of move numbers, sorted by position in the
     files.
 
-    Checksums of records are settled at the end, those of `beside` with them; their faults go where `walk` says. waits:
-    an interruption is handed on when all threads have noticed it (`Queue.stopped`), for those that work in memory of
-    the caller's.
+    Args:
+        on_fault: called with each fault that the checksums of the records show at the end; without it they are raised.
+        beside: further records to be checked at the end.
+        waits: after an interruption, wait until all threads have ended (they see `Queue.stopped`) before it is raised:
+            needed when they write into memory of the caller.
     """
     order = sorted(range(len(source.moves)), key=lambda i: _first_byte(source.moves[i]))
     queue = Queue(order)
@@ -179,7 +190,7 @@ def share_out(
 
 
 def each_of(count: int, do: Callable[[int], None]) -> None:
-    """`do(0)` to `do(count - 1)`, by a few threads. Raises the first error of one."""
+    """Call `do(0)` to `do(count - 1)` on a few threads. Raises the first error of any of them."""
     queue = Queue(range(count))
 
     def work() -> None:
@@ -205,7 +216,8 @@ def _read_one(
     *,
     bytewise: bool,
 ) -> bool:
-    """Was all of it read? passed: is called with the bytes of each block."""
+    """Read one tensor block by block. Returns whether all of it could be read. passed: called with the bytes of each
+    block."""
     step = STRIDED_BLOCK // move.item
     unit = move.item if bytewise else 1
     for at in range(0, move.numel, step):
@@ -248,9 +260,13 @@ def digests_of(
     orders: Orders = MappingProxyType({}),
     also: Callable[[Move], Visit] | None = None,
 ) -> dict[TensorKey, str]:
-    """The digest of every tensor (or of `keys`); tensors with a fault are left out where `on_fault` takes it. orders:
-    the digests of those are over the line that a move with that order has, and of its shape. also: who sees the same
-    blocks, as `walk` has it: what is asked of values beside their digests costs no second read."""
+    """The digest of every tensor of the catalog, or of `keys`.
+
+    Args:
+        on_fault: called with faults; tensors with a fault are then left out of the result. Without it faults are
+        raised. orders: tensors whose digest is computed over a line with another order of dims, and the shape in that
+        order. also: a visitor as for `walk`, called with the same blocks, so that statistics need no second read.
+    """
     tensors = [catalog.tensors[key] for key in keys] if keys is not None else list(catalog.tensors.values())
     source = readable(tensors, tree, orders)
     streams: dict[TensorKey, LeafStream] = {}

@@ -1,16 +1,17 @@
-"""An upload that several workers fill: each sends the parts of the shares that it claims, one of them completes it.
+"""An upload that several workers fill: each sends the parts of the shares that it claims, and one completes it.
 
-    upload.begin_share(7, over=False)        # what `write` takes goes to that share's parts
-    record = upload.end_share()              # its parts are in the store: what the one that commits has to know
+    upload.begin_share(7, over=False)        # from now on `write` fills the parts of that share
+    record = upload.end_share()              # all its parts are sent; the record is for the worker that commits
 
     for record in records: upload.take(record)
-    upload.lost()                            # shares whose parts the store has not, or not as they were sent
+    upload.lost()                            # shares whose parts are missing in the store, or differ from what was sent
     upload.finish(digests, check)            # as `Upload`
 
-All send to one upload an object: whoever begins it writes it down, where only one can. Parts with holes that a share
-can't fill, since the CRC goes over other shares' parts, are held: put beside the records as they are, and sent by the
-one that commits, with the parts that no move fills. To commit twice does no harm: what is there with the plan's note
-is left as it is; only what `--force` removes is looked at by who is sure to be the only one.
+All workers send to the same multipart upload of an object: the first one creates a record of its id, which only one can
+do. Some parts have holes that a share can't fill, since the CRC covers parts of other shares. These are held: stored
+unfinished next to the records, and sent by the worker that commits, as are the parts that no move fills. Committing
+twice is harmless: objects that carry the plan's note are left as they are. Only the removal of an old output
+(`--force`) requires that a worker is certainly the only one.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from ckpt_tool.storage.stores.output_store import OutputStore
 from ckpt_tool.storage.stores.store_claims import AT_ONCE
 from ckpt_tool.storage.stores.store_claims import PLAN as BEGUN
 
-_MOST = 0.75  # of a share: when the next is claimed
+_MOST = 0.75  # the next share is claimed when so much of the present one is done
 Record = dict[str, Any]
 Span = tuple[int, int]
 
@@ -43,10 +44,12 @@ class ShareUpload(Upload):
     """The output of one plan in `bucket`, of which this worker fills shares.
 
     Args:
-        records: where the workers' records lie. order: the plan's units, numbered, as objects lie.
+        records: the place of the workers' records.
+        order: the plan's numbered units, sorted by object and position (`in_order_of_files`).
 
-    nearly, sole: what others set. sole: is this worker certainly the only one that commits, now? Asked before something
-    is removed.
+    Attributes, set by the caller:
+        nearly: called when most of a share is done.
+        sole: is this worker certainly the only one that commits, now? Called before an old output is removed.
     """
 
     def __init__(
@@ -73,8 +76,12 @@ class ShareUpload(Upload):
     # -- a share ------------------------------------------------------------------------------------------------------
 
     def begin_share(self, number: int, order: Sequence[Unit], *, over: bool) -> None:
-        """Take the parts of a share from now on. order: what is going to be moved. over: another has begun it, and
-        may have sent parts. Raises StorageError E2711 as `begin`."""
+        """Fill the parts of a share from now on. Raises StorageError E2711 as `begin`.
+
+        Args:
+            order: the units that are going to be moved.
+            over: another worker has begun the share, and may have sent parts, which are then not sent again.
+        """
         self._share = number
         self.gathered = 0
         self._open.clear()
@@ -87,7 +94,7 @@ class ShareUpload(Upload):
                 list(pool.map(self._see_sent, (self.objects[file] for file in files)))
 
     def _known_upload(self, item: StoredObject) -> str:
-        """The upload of the object that a worker has begun, "" where none has."""
+        """The id of the object's upload that a worker has begun, "" if none has."""
         known = self._records_here.get(_upload_key(item))
         return "" if known is None else known.decode()
 
@@ -98,7 +105,7 @@ class ShareUpload(Upload):
             item.before = self._bucket.parts(self._key(item), item.upload)
 
     def end_share(self) -> Record:
-        """Send what is left of the share, hold what can't be sent yet."""
+        """Send the remaining parts of the share, hold those with unknown holes. Returns the share's record."""
         self._drain()
         held = sorted(self._open)
         for key in held:
@@ -141,11 +148,11 @@ class ShareUpload(Upload):
             self.nearly()
 
     def _begin_upload(self, item: StoredObject) -> str:
-        """The upload that all workers agree on."""
+        """The id of the object's upload that all workers use: this worker's if it is the first to record one."""
         key = _upload_key(item)
         there = self._records_here.get(key)
         if there is None:
-            if self._records_here.get(BEGUN) is None:
+            if self._records_here.get(BEGUN) is None:  # removed at the end of a run: nothing may be begun any more
                 raise _ended(self._bucket.display(self._key(item)))
             mine = self._bucket.begin(self._key(item), self._notes)
             if self._records_here.create(key, mine.encode()):
@@ -160,11 +167,11 @@ class ShareUpload(Upload):
     # -- the commit ---------------------------------------------------------------------------------------------------
 
     def committed(self) -> bool:
-        """Is the output there, and this plan's?"""
+        """Does the complete output of this plan exist?"""
         return is_committed(self._plan, self._bucket)
 
     def begin_commit(self) -> None:
-        """Take records from now on. Objects that another has completed, who died, are done."""
+        """Prepare for `take`. Objects that a worker completed before it died count as done."""
         self._share = NOBODY
         self._open.clear()
         self._held.clear()
@@ -178,7 +185,7 @@ class ShareUpload(Upload):
         return self._bucket.note(self._key(item), PLAN) == self._id
 
     def take(self, record: Record) -> None:
-        """Take up what was done of a share."""
+        """Add the record of a share that was sent."""
         for file, number, etag in record["parts"]:
             self.objects[file].done.add(number - 1)
             self.objects[file].etags[number] = etag
@@ -189,9 +196,10 @@ class ShareUpload(Upload):
             self._held.append((file, number, digest))
 
     def lost(self) -> set[int]:
-        """The shares whose parts, by the store's own word, are not what was sent, whatever has become of them."""
+        """The shares with a part that, according to the store's listing, is missing or differs from what was sent."""
 
         def differing(item: StoredObject) -> list[int]:
+            """The numbers of those parts of one object."""
             there = self._bucket.parts(self._key(item), self._upload_of(item))
             return [number for number, etag in item.etags.items() if number not in there or there[number].etag != etag]
 
@@ -205,7 +213,7 @@ class ShareUpload(Upload):
         }
 
     def finish(self, digests: Sequence[str] | None, check: Callable[[Upload], None]) -> None:
-        """As `Upload.finish`, of what `take` has taken up."""
+        """As `Upload.finish`, for the shares added with `take`."""
         for item in self.objects:
             self._join_pieces(item)
         for file, number, digest in self._held:
@@ -215,7 +223,8 @@ class ShareUpload(Upload):
         self._abort_others()
 
     def _join_pieces(self, item: StoredObject) -> None:
-        """The CRCs of spans of which all has passed by; of others some is still to be made."""
+        """Compute the CRCs of spans whose bytes have all been written. Others contain parts that no move fills, which
+        are still to be made."""
         for span in list(item.pieces):
             pieces = item.pieces[span]
             item.seen[span] = sum(piece.stop - piece.start for piece in pieces)
@@ -251,7 +260,7 @@ class ShareUpload(Upload):
         return self._key(item) in self._bucket.objects() and self._is_ours(item)
 
     def _clear(self) -> None:
-        """As `Upload._clear`, by who is sure that nobody else commits: what another has made whole is not removed."""
+        """As `Upload._clear`. Raises if another worker may be committing too; objects that one has completed stay."""
         there = self._bucket.listing().objects
         ours = {self._key(item) for item in self.objects if item.upload == DONE}
         if self.single or not there.keys() - ours:
@@ -266,25 +275,25 @@ class ShareUpload(Upload):
             self._bucket.remove(key, etag=there[key].etag)
 
     def check_there(self) -> None:
-        """As `Upload.check_there`, by the first worker, which writes down for the others what may be replaced."""
+        """As `Upload.check_there`. Called by the first worker, which records for the others what may be replaced."""
         super().check_there()
         if self._force and self._replaced.files:
             self._records_here.put(RECORD, self._replaced.to_json(), {}, new=False)
 
     def _abort_others(self) -> None:
-        """Uploads of our objects that nobody goes on with: of workers that died between beginning one and saying so."""
+        """Abort unused uploads of our objects: of workers that died after beginning one and before recording it."""
         keys = {self._key(item) for item in self.objects}
         for each in self._bucket.pending():
             if each.key in keys:
                 self._bucket.abort(each.key, each.upload)
 
     def discard(self) -> None:
-        """As `Upload.discard`, and what others have sent."""
+        """As `Upload.discard`, including what other workers have sent."""
         super().discard()
         self._abort_others()
 
     def sweep(self) -> None:
-        """Remove what this worker may have put there after the one that committed had cleaned up."""
+        """Remove what this worker may have written after the committing worker had cleaned up."""
         left = self._records_here.listing().objects
         if BEGUN in left:  # of another run
             return
@@ -300,7 +309,7 @@ GONE = "E2511"
 
 
 def is_committed(plan: Plan, bucket: OutputStore) -> bool:
-    """Does the output of this plan lie there, whole?"""
+    """Does the complete output of this plan exist? True if its last object exists and carries the plan's note."""
     key = "" if plan.single is not None else plan.outputs[last_of(plan)].path
     return key in bucket.objects() and bucket.note(key, PLAN) == plan.identifier()
 
@@ -323,7 +332,7 @@ def _held_key(file: int, number: int) -> str:
 
 
 def _crcs(item: StoredObject) -> list[list[int]]:
-    """[object, span's start and length, piece] of what passed by of each span: one piece of a span that is whole."""
+    """[object, span's start and length, piece] for the written bytes of each span; one piece if it is complete."""
     rows = defaultdict[Span, list[ChecksummedRange]](list)
     for span, holes in item.spans.items():
         if span in item.pieces:

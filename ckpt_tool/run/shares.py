@@ -1,15 +1,16 @@
 """Shares of a plan that writes into a store: sets of whole parts of objects, so that no two workers fill one part.
 
-Parts stand in the order in which units first touch them, units in the order of the objects; a share is a run of them,
-some hundred MiB, and follows from the plan alone. To fill its parts it moves what touches them and drops what goes to
-others' parts. What is moved twice therefore lies at the borders, and is cut small there:
+Parts are sorted by the first unit that touches them, units by their position in the objects; a share is a run of parts,
+some hundred MiB, determined by the plan alone. To fill its parts, a worker moves every unit that touches them and drops
+bytes that belong to other shares. Only elements at the borders are therefore moved twice, in small cells:
 
     unit   0     1     2     3          one object, parts of 5 MiB, units of 64 MiB
     part   0-12  ..25  ..38  ..51       share 0: parts 0-25, share 1: the rest
                     ^                   unit 2 begins in part 25: share 0 moves its first MiB too
 
-An item all of whose parts are of one share is moved whole, by it alone. One that touches parts of several is cut into
-cells, the same for all of them: so leaves of the digest never overlap in part, and overflows are counted by the first.
+An item whose parts all belong to one share is moved as one piece, by that share alone. An item that touches parts of
+several shares is cut into cells, the same for all of them: so leaves of the digest never overlap partially, and
+overflows are counted by the first of the shares alone.
 """
 
 from __future__ import annotations
@@ -24,29 +25,30 @@ from ckpt_tool.plan.copy import clip
 from ckpt_tool.plan.plan import Plan
 from ckpt_tool.plan.schedule import MoveRange, Unit, find_grain
 
-# bytes of a share, at least; shares of a plan
-SHARE = 256 << 20
-MOST = 4096
-CELL = 1 << 20  # bytes of an item's line that are moved as one where two shares want them
-NOBODY = -1
+SHARE = 256 << 20  # bytes of a share, at least
+MOST = 4096  # shares of a plan, at most
+CELL = 1 << 20  # bytes of an item's line that two shares both move, if they both need any of them
+NOBODY = -1  # the owner of a part that no move fills
 
 
 class Object(Protocol):
-    """What is asked of an object: which of its parts moves fill, if it holds values."""
+    """What is used of a `StoredObject`."""
 
-    size: int
-    step: int
-    valued: bool
-    moved: dict[int, int]
+    size: int  # bytes
+    step: int  # bytes of each part but the last
+    valued: bool  # does it contain tensor values?
+    moved: dict[int, int]  # part -> bytes that moves write of it
 
-    def parts_of(self, start: int, stop: int) -> range: ...
+    def parts_of(self, start: int, stop: int) -> range:
+        """The numbers of the parts that bytes [start, stop) touch."""
+        ...
 
 
 class UploadShare(NamedTuple):
-    """units: by number, that touch its parts. nbytes: of the parts."""
+    """One share of the output: what one worker claims."""
 
-    units: list[int]
-    nbytes: int
+    units: list[int]  # the numbers of the units that touch its parts
+    nbytes: int  # of its parts
 
 
 class Work(NamedTuple):
@@ -57,7 +59,7 @@ class Work(NamedTuple):
 
 
 class Shares(Sequence[UploadShare]):
-    """A plan's shares. order: its units, numbered, as objects lie."""
+    """A plan's shares. order: its numbered units, sorted by object and position (`in_order_of_files`)."""
 
     def __init__(self, plan: Plan, objects: Sequence[Object], order: Sequence[tuple[int, Unit]]) -> None:
         self._plan = plan
@@ -74,7 +76,7 @@ class Shares(Sequence[UploadShare]):
         return self._found[number]
 
     def owner(self, file: int, part: int) -> int:
-        """Whose part it is; `NOBODY` of one that no move fills."""
+        """The number of the share that a part belongs to; -1 (`NOBODY`) for a part that no move fills."""
         parts = self._owner[file]
         return parts[part] if part < len(parts) else NOBODY
 
@@ -105,7 +107,7 @@ class Shares(Sequence[UploadShare]):
         return UploadShare([], 0)
 
     def _parts(self, items: Sequence[MoveRange]) -> Iterator[tuple[int, int]]:
-        """(object, part) of all that items write, again and again."""
+        """Yields (object, part) for everything that the items write, with repetitions."""
         for index, start, stop in items:
             move = self._plan.moves[index]
             for region in move.outputs:
@@ -119,7 +121,7 @@ class Shares(Sequence[UploadShare]):
         return {self._owner[file][part] for file, part in self._parts([item])}
 
     def work(self, number: int) -> Iterator[Work]:
-        """What share `number` moves, in order."""
+        """Yields the units, or parts of units, that share `number` has to move, in order."""
         for each in self._found[number].units:
             unit = self._units[each]
             whole = list[MoveRange]()
@@ -145,7 +147,11 @@ class Shares(Sequence[UploadShare]):
 
 
 def of_part(sizes: Sequence[int], part: tuple[int, int]) -> list[int]:
-    """The numbers of what part (i, n) does, from 1: balanced by bytes, the same on every machine."""
+    """The numbers of the jobs that part (i, n), counted from 1, has to do.
+
+    Jobs of `sizes` bytes are balanced by size, largest first to the least loaded part. The result depends on the
+    arguments alone, so every machine computes the same distribution.
+    """
     index, count = part
     loads = [(0, each) for each in range(count)]
     mine = []

@@ -1,10 +1,11 @@
-"""Staged work that this run did not do itself, looked at again: an earlier run's, or another part's.
+"""Verifies staged work of others: of an earlier run, or of another part of this one.
 
-A journal says what a unit wrote by its hash; the staged bytes are read back and hashed, in every copy. What differs, is
-missing or whose record is malformed is simply not done. Bytes that nobody writes are zeros, and are made so again.
+A journal line contains the hash of what a unit wrote. The staged bytes are read back and hashed, in every copy. A unit
+counts as not done if the hash differs, bytes are missing or its line is malformed. Padding that no unit writes must be
+zero, and is zeroed again.
 
-Cost: one read of the units that are taken over, by all threads. For the part that commits, that is all the others
-wrote.
+Cost: one read of the units that are taken over, by all threads. For the part that commits, these are the units of all
+other parts.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ckpt_tool.run.walk import read_back
 if TYPE_CHECKING:
     import numpy as np
 
-WINDOW = 1 << 20  # bytes of a gap that are looked at in one go
+WINDOW = 1 << 20  # bytes of a gap that are read at a time
 Line = Mapping[str, Any]
 
 
@@ -40,16 +41,20 @@ def intact(
     panel: int,
     advance: Callable[[int], None] = lambda nbytes: None,
 ) -> set[int]:
-    """The numbers of those units of `todo` whose journal line is sound and agrees with what lies in the staged `files`.
+    """The numbers of those units of `todo` whose journal line is well-formed and matches the staged `files`.
 
-    room, panel: of each thread's `BlockReader`. advance: is called with the bytes of each unit that was looked at.
-    Raises what reading raises.
+    Args:
+        todo: numbered units; those without a line are skipped.
+        lines: unit -> journal line.
+        room, panel: arguments of each thread's `BlockReader`.
+        advance: called with the bytes of each unit that was checked.
     """
     waiting = [(number, unit) for number, unit in todo if number in lines]
     found: set[int] = set()
     failures: list[BaseException] = []
 
     def look() -> None:
+        """Check units until none is left or one thread has failed."""
         reader = BlockReader(files, room, {}, panel=panel)
         try:
             try:
@@ -81,7 +86,8 @@ def _is_there(reader: BlockReader, moves: Sequence[Move], unit: Unit, line: Line
 
 
 def _is_sound(line: Line, unit: Unit) -> bool:
-    """Has a journal's line the form of one of this unit? A journal is a file, and its seal is no secret."""
+    """Has the journal line the form that this unit's line must have? Anyone can write a journal file with a valid seal,
+    so its content is not trusted."""
     hashes = line.get("hashes")
     leaves = line.get("leaves")
     overflows = line.get("overflows")
@@ -104,11 +110,11 @@ def _numbers(values: Any) -> bool:
     return all(type(value) is int and value >= 0 for value in values)
 
 
-# -- bytes that nobody writes ------------------------------------------------------------------------------------------
+# -- padding that no unit writes ---------------------------------------------------------------------------------------
 
 
 class Gaps:
-    """Where the bytes of each output file lie that are neither a literal's nor a move's."""
+    """The ranges of each output file that neither a literal nor a move writes."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -125,7 +131,8 @@ class Gaps:
                     self._combs[region.file].append((region, move.item_out))
 
     def stray(self, number: int, reader: BlockReader) -> Iterator[tuple[int, int]]:
-        """(offset, bytes) of what is not zero in the gaps of file `number`. A copy of a side file has none."""
+        """Yields (offset, bytes) of runs that are not zero in the gaps of file `number`. Copied side files have
+        none."""
         if self._plan.outputs[number].copy_of is not None:
             return
         for start, stop in self._gaps(number):
@@ -136,7 +143,7 @@ class Gaps:
                     yield from self._odd(number, at, data)
 
     def _gaps(self, number: int) -> Iterator[tuple[int, int]]:
-        """Stretches between what is dense; combs lie in them."""
+        """Yields (start, stop) between the dense regions and literals; strided regions are inside these gaps."""
         dense = self._dense[number]
         file = self._plan.outputs[number]
         spans = [*zip(dense[::2], dense[1::2], strict=True), *((at, at + len(data)) for at, data in file.literals)]
@@ -149,7 +156,8 @@ class Gaps:
             yield end, file.size
 
     def _odd(self, number: int, at: int, data: bytearray) -> Iterator[tuple[int, int]]:
-        """Runs of `data`, which lies at byte `at`, that are not zero and lie under no tooth of a comb."""
+        """Yields (offset, bytes) of runs of `data`, read from byte `at`, that are not zero and belong to no strided
+        region."""
         import numpy as np
 
         odd = np.frombuffer(data, np.uint8) != 0
@@ -161,7 +169,7 @@ class Gaps:
 
 
 def _clear_teeth(odd: np.ndarray[Any, np.dtype[np.bool_]], at: int, region: Region, item: int) -> None:
-    """Set to False what a region holds of bytes [at, at + len(odd)) of its file."""
+    """Set `odd` to False for those of bytes [at, at + len(odd)) of a file that a strided region writes."""
     import numpy as np
 
     dims = sorted(zip(region.extents, region.strides, strict=True), key=lambda dim: -dim[1])

@@ -45,12 +45,13 @@ class Statistics:
         self._sums: dict[TensorKey, _Sums] = {}
 
     def visit(self, move: Move) -> Visit:
-        """For `scan.walk` and `scan.digests_of`."""
+        """The function that sees the blocks of one tensor, for `scan.walk` and `scan.digests_of`."""
         if move.dtype.bits < 8:
             return lambda move, at, data: None
         mine = self._sums[move.key] = _Sums()
 
         def see(move: Move, at: int, data: Bytes) -> None:
+            """Add a block to the sums."""
             values = _floats(move, data)
             finite = values[np.isfinite(values)]
             mine.nans += int(np.count_nonzero(np.isnan(values)))
@@ -66,7 +67,7 @@ class Statistics:
         return see
 
     def found(self) -> dict[TensorKey, dict[str, Any]]:
-        """Of all that were walked."""
+        """The statistics of all tensors that were walked."""
         return {key: _summary(mine) for key, mine in self._sums.items()}
 
 
@@ -100,10 +101,11 @@ class NonFinite:
         self.counts: dict[str, int] = {}
 
     def visit(self, move: Move) -> Visit:
-        """For `scan.digests_of`."""
+        """The function that sees the blocks of one tensor, for `scan.digests_of`."""
         name = f"bool:{move.key}" if move.dtype.name == "BOOL" else str(move.key)
 
         def see(move: Move, at: int, data: Bytes) -> None:
+            """Add the NaN and Inf of a block to the counts."""
             bad = bad_values(move, data)
             if bad:
                 self.counts[name] = self.counts.get(name, 0) + bad

@@ -1,9 +1,9 @@
-"""The executor of outputs that grow in an object store: alone, or as one of several workers.
+"""The executor for outputs in an object store: as the only writer, or as one of several workers.
 
-Alone it fills an `Upload`, object by object. Workers share no disk: each claims shares of the plan by objects beside
-the output (`stores.store_claims`) and fills their parts (`run.share_upload`); the one that finds all done commits,
-from the records that the others have left. Nothing is visible before all has been sent. Memory: the executor's, and
-the parts that gather (`Upload.begin` says when they are too many).
+The only writer fills an `Upload`, object by object. Workers share no disk: each claims shares of the plan through
+objects next to the output (`stores.store_claims`) and fills their parts (`run.share_upload`); the one that finds all
+shares done commits, from the records that the others have written. Nothing is visible before everything has been sent.
+Memory: that of the executor, and the parts that are not complete (`Upload.begin` raises if these are too many).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ckpt_tool.storage.output.claims import Taken
 from ckpt_tool.storage.stores.output_store import OutputStore, staging_url
 from ckpt_tool.storage.stores.store_claims import StoreClaims, refuse_held
 
-_LONGEST = 15.0  # seconds between two looks at others, at most: each costs requests
+_LONGEST = 15.0  # seconds between two checks of other workers, at most: each check costs requests
 
 
 class StoreExecutor(Executor):
@@ -47,7 +47,7 @@ class StoreExecutor(Executor):
         return self._send_shares() if self.part or self.worker else self._send()
 
     def _send(self) -> Result:
-        """As the only one that writes."""
+        """Write the output as its only writer."""
         records = self.bucket.at_url(staging_url(self.plan.destination))
         refuse_held(records, self.plan.destination)
         how = self.options
@@ -85,7 +85,7 @@ class StoreExecutor(Executor):
         return result
 
     def _complete(self, upload: Upload, state: RunState) -> Result:
-        """All values are sent: make the output visible."""
+        """Make the output visible, once all values have been sent."""
         digests, digests_out, overflows = self.digests(state)
         sums = (digests_out, digests) if self.hashing else ({}, {})
 
@@ -94,6 +94,7 @@ class StoreExecutor(Executor):
             if self.check is not None:
                 self.check(upload, *sums)
 
+        # Values in the last object can't be read back before it is visible: then they are checked afterwards.
         blind = upload.blind
         upload.finish(list(digests_out.values()) if self.hashing else None, check)
         if blind and self.full:
@@ -105,8 +106,10 @@ class StoreExecutor(Executor):
         return Result(*sums[::-1], overflows, committed=True)
 
     def _send_shares(self) -> Result:
-        """As one of those that write into a store and share no disk: shares are claimed, or a part's; who finds that
-        all are done commits."""
+        """Write the output as one of several workers that share no disk.
+
+        Shares are claimed one by one, or follow from the part's number. The worker that finds all done commits.
+        """
         records = self.bucket.at_url(staging_url(self.plan.destination))
         order = in_order_of_files(self.plan, list(enumerate(self.units)))
         how = self.options
@@ -140,7 +143,7 @@ class StoreExecutor(Executor):
                 result = self._claim_shares(upload, claims)
         except ReplicasDiffer as e:
             raise replicas.all_of_them(self.plan.moves, self.sources, e, threads=self.threads) from e
-        except (OutputExists, StorageError):  # of what another has ended while this one was at work
+        except (OutputExists, StorageError):  # expected if another worker has committed in the meantime
             if not upload.committed():
                 raise
         finally:
@@ -188,7 +191,7 @@ class StoreExecutor(Executor):
         return Result({}, {}, {}, committed=False)
 
     def _send_share(self, upload: ShareUpload, taken: Taken) -> dict[str, Any]:
-        """Fill the parts of a share. Returns what the one that commits has to know of it."""
+        """Fill the parts of a share. Returns its record, from which the committing worker takes digests and CRCs."""
         works = list(upload.shares.work(taken.number))
         state = RunState([(number, work.unit) for number, work in enumerate(works)])
         leaves: list[Any] = []
@@ -207,9 +210,9 @@ class StoreExecutor(Executor):
         return {"plan": self.plan.identifier(), **sent, "leaves": leaves, "overflows": lost, "sources": read}
 
     def _commit_shares(self, upload: ShareUpload, claims: StoreClaims) -> Result:
-        """What all have sent becomes the output. Safe to do twice."""
+        """Commit the output from the records of all shares. May be repeated."""
         result = Result({}, {}, {}, committed=True)
-        if not upload.committed():  # else who did it died before it had cleaned up
+        if not upload.committed():  # True if a worker committed and died before it removed the records
             while True:
                 state, missing = self._take_records(upload, claims)
                 if not missing:
@@ -230,7 +233,10 @@ class StoreExecutor(Executor):
         return result
 
     def _take_records(self, upload: ShareUpload, claims: StoreClaims) -> tuple[RunState, set[int]]:
-        """What the workers' records say, and the shares of which they say nothing, or nothing that is so."""
+        """Read the workers' records. Returns (their combined state, the shares that have to be sent again).
+
+        These are shares without a record, and shares whose parts the store does not have as recorded.
+        """
         state = RunState([])
         missing = set[int]()
         upload.begin_commit()

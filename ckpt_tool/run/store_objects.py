@@ -28,7 +28,10 @@ class Hole(NamedTuple):
 
 
 class UploadPart:
-    """One part while it is in memory. left: bytes that moves will still write. holes: how many are open."""
+    """One part of an object while it is in memory.
+
+    left: bytes that moves have still to write. holes: how many of its holes are not filled yet.
+    """
 
     __slots__ = ("data", "file", "holes", "left", "number", "start")
 
@@ -42,12 +45,13 @@ class UploadPart:
 
     @property
     def stop(self) -> int:
+        """The byte of the object after the part's last one."""
         return self.start + len(self.data)
 
 
 class StoredObject(FileParts):
-    """One output file: its parts, its holes, the CRCs that it waits for. moved: also of the file that it is a copy
-    of."""
+    """One output file: its parts, its holes, and the CRCs that fill these. For the copy of a side file, `moved` counts
+    the copied bytes."""
 
     def __init__(self, number: int, file: TargetFile, arrays: Sequence[tuple[int, int]]) -> None:
         super().__init__(file.size, part_size(file.size))
@@ -55,7 +59,7 @@ class StoredObject(FileParts):
         self.path = file.path
         self.literals = sorted(file.literals)
         self.valued = False  # does it hold what moves write?
-        self.done = set[int]()  # parts that were whole
+        self.done = set[int]()  # parts that have been complete once
         self.known: dict[int, bytes] = {}  # offset of a hole -> what fills it
         self.holes = [Hole(patch.offset, PATCH_BYTES[patch.kind]) for patch in file.patches]
         self.spans: dict[tuple[int, int], list[int]] = defaultdict(list)  # (offset, length) -> holes of its CRC
@@ -70,7 +74,7 @@ class StoredObject(FileParts):
         self.etags: dict[int, str] = {}
 
     def forget(self) -> None:
-        """Begin anew: nothing is known of what moves write."""
+        """Reset everything that depends on values; the upload and the layout are kept."""
         self.done.clear()
         self.known.clear()
         self.before = {}
@@ -79,16 +83,17 @@ class StoredObject(FileParts):
         self.seen = dict.fromkeys(self.spans, 0)
 
     def crc(self, span: tuple[int, int]) -> bytes:
-        """The CRC-32 of a span all of which has passed by, as a zip's head holds it. Its pieces are forgotten."""
+        """The CRC-32 of a span, little-endian as in a zip header, once all its bytes were written. Drops its pieces."""
 
         def lacks(offset: int, nbytes: int) -> Iterable[bytes]:
+            """Raises InternalError: the caller has checked that the pieces are complete."""
             raise InternalError(f"{self.path}: a CRC lacks {nbytes} bytes at {offset}")
 
         return join(span[0], sum(span), self.pieces.pop(span), lacks).to_bytes(4, "little")
 
 
 def objects_of(plan: Plan) -> list[StoredObject]:
-    """The objects of a plan's output, each with what moves write of its parts."""
+    """The objects of a plan's output, each with the number of bytes that moves write of each of its parts."""
     objects: list[StoredObject] = []
     for number, (file, arrays) in enumerate(zip(plan.outputs, plan.arrays, strict=True)):
         objects.append(StoredObject(number, file, [(extent.offset, extent.nbytes) for extent in arrays]))
@@ -103,7 +108,7 @@ def objects_of(plan: Plan) -> list[StoredObject]:
 
 
 def within(literals: Iterable[tuple[int, bytes]], start: int, stop: int) -> Iterator[tuple[int, bytes]]:
-    """What of the literals lies in [start, stop)."""
+    """Yields (offset, bytes) of the literals, cut to [start, stop)."""
     for offset, data in literals:
         low = max(offset, start)
         high = min(offset + len(data), stop)
@@ -112,6 +117,6 @@ def within(literals: Iterable[tuple[int, bytes]], start: int, stop: int) -> Iter
 
 
 def fill(part: UploadPart, hole: Hole, data: bytes) -> None:
-    """Lay what is known of a hole over a part."""
+    """Write the content of a hole into a part, as far as the part contains it."""
     for low, some in within([(hole.offset, data)], part.start, part.stop):
         part.data[low - part.start : low - part.start + len(some)] = some

@@ -1,17 +1,18 @@
-"""An output that grows in a store: parts of objects gather in memory and are sent when they are whole.
+"""Writes an output to an object store: parts of objects are collected in memory and sent when they are complete.
 
-A part is whole when every byte that moves write has come; how many those are is known from the plan. Literals are laid
-over it first. Holes (CRCs, digests) keep it back until they are filled: the CRC of a record is joined from its parts as
-they get whole, so the part with a record's head waits for the record's last one, and no part is sent twice. Parts that
-no move touches are made at the end. Nothing is visible before every part has been sent; then the objects are
-completed, and last of all the one without which the rest is no checkpoint (`Last`), if none is there already.
+A part is complete when every byte that moves write to it has arrived; the plan determines how many those are. Literals
+are written into it first. Holes (CRCs, digests) delay a part until they are filled: the CRC of a record is joined from
+its parts as they become complete, so the part with a record's head waits for the record's last part, and no part is
+sent twice. Parts that no move touches are made at the end. Nothing is visible before every part has been sent; then the
+objects are completed, the one without which the rest is no checkpoint last (`last_of`), if it does not exist already.
 
     upload.write(file, offset, view)     # from any thread, bytes in any order, each once
     upload.finish(digests, check)
 
-Memory: the parts that are begun (`most_open` says before how many that will be), and `QUEUE` bytes on their way.
-Resuming: parts that the store has from an earlier run are compared by MD5 and not sent again; what was read is read
-again. Shares of a plan are `run.share_upload`'s. What this does not do: outputs that are read back as files.
+Memory: the incomplete parts (`most_open` computes in advance how many bytes these take), and `QUEUE` bytes that are
+being sent. Resuming: parts that the store has from an earlier run are compared by MD5 and not sent again; sources are
+read again. `run.share_upload` lets several workers fill one output. What this does not do: outputs that are read back
+as files.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ from ckpt_tool.storage.stores.multipart import CONNECTIONS, ListedObject, Pendin
 from ckpt_tool.storage.stores.output_store import OutputStore, staging_url
 from ckpt_tool.storage.stores.store import Parts, Store, StoreEntry
 
-QUEUE = 20 << 20  # bytes whole and not sent yet
-PLAN = "ckpt-plan"  # what is noted on our objects
+QUEUE = 20 << 20  # bytes of complete parts that wait to be sent, at most
+PLAN = "ckpt-plan"  # metadata key: objects of an output carry the plan's identifier
 
 
 class Upload:
     """The output of one plan in `bucket`. Use `begin`, `write`, `finish`; `discard` or nothing after a failure.
 
     Args:
-        memory: bytes that parts may take while they gather.
-        force: what is there is replaced, in the last moment, as far as `replaced` lists it.
-        resume: go on from what an earlier run has sent.
+        memory: bytes that incomplete parts may take.
+        force: replace an existing output, just before the commit, as far as `replaced` lists its files.
+        resume: use what an earlier run has sent.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Upload:
         self.objects = objects_of(plan)
         self.last = last_of(plan)
         self.single = plan.single is not None
-        self._there: dict[str, int] = {}  # what was there at the beginning
+        self._there: dict[str, int] = {}  # key -> size of the objects that existed at the beginning
         self._open: dict[tuple[int, int], UploadPart] = {}
         self._lock = threading.RLock()
         self._queue = Queue[UploadPart | None]()
@@ -83,14 +84,16 @@ class Upload:
         self._queued = 0
         self._error: BaseException | None = None
         self._senders: list[threading.Thread] = []
-        self._spare = defaultdict[int, list[bytearray]](list)  # length -> zeros for parts to come
-        self.spared = 0  # bytes that an earlier run has sent
+        self._spare = defaultdict[int, list[bytearray]](list)  # length -> zeroed buffers for further parts
+        self.spared = 0  # bytes that an earlier run has sent and that were not sent again
 
     # -- beginning --------------------------------------------------------------------------------------------------
 
     def begin(self, order: Sequence[Unit]) -> None:
-        """See what is there and start to send. Raises OutputExists, StorageError E2711 where the parts that gather at
-        once would take more than `memory`."""
+        """Check the destination and start the sending threads. order: the units, as they will be moved.
+
+        Raises OutputExists, and StorageError E2711 if incomplete parts would take more than `memory` at once.
+        """
         self._check_memory(order)
         self.check_there()
         pending = defaultdict[str, list[Pending]](list)
@@ -106,7 +109,7 @@ class Upload:
         self.start()
 
     def start(self) -> None:
-        """Be ready to send."""
+        """Start the sending threads."""
         for _ in range(CONNECTIONS):
             thread = threading.Thread(target=self._send, name="ckpt-send", daemon=True)
             thread.start()
@@ -125,7 +128,7 @@ class Upload:
             )
 
     def check_there(self) -> None:
-        """Raise OutputExists (E0501) for an output that is there and not to be replaced."""
+        """Raise OutputExists (E0501) if an output exists that may not be replaced."""
         there = self._there = self._bucket.objects()
         if self._force or not there:
             return
@@ -145,27 +148,27 @@ class Upload:
         return "" if self.single else item.path
 
     def _in_parts(self, item: StoredObject) -> bool:
-        """Is it sent in parts, while values move? What no move touches is put whole at the end."""
+        """Is the object sent in parts while values are moved? Small objects without values are put at the end."""
         return item.valued or item.size > item.step
 
     @property
     def blind(self) -> bool:
-        """Are there values that can't be read back before all is done?"""
+        """Are there values that can't be read back before the commit, since they are in the last object?"""
         last = self.objects[self.last]
         return last.valued and last.upload != DONE
 
     def withdraw(self) -> None:
-        """Remove the object that makes the rest a checkpoint."""
+        """Remove the last object: without it the others are no checkpoint."""
         self._bucket.remove(self._key(self.objects[self.last]))
 
     def writer(self) -> PartWriter:
-        """What fills it, for one thread."""
+        """A writer into this upload, for one thread."""
         return PartWriter(self)
 
     # -- gathering --------------------------------------------------------------------------------------------------
 
     def write(self, file: int, offset: int, view: memoryview | bytes) -> None:
-        """Bytes of a move, at `offset` of output file number `file`."""
+        """Take the bytes of a move for byte `offset` of output file number `file`. From any thread, each byte once."""
         item = self.objects[file]
         view = memoryview(view)
         while view:
@@ -178,7 +181,7 @@ class Upload:
             with self._lock:
                 part = self._open.get((file, number)) or self._begin_part(item, number)
             some = min(len(view), part.stop - offset)
-            room = memoryview(part.data)  # its own slices are assigned by way of a copy
+            room = memoryview(part.data)  # assigning to a slice of a bytearray would copy the data twice
             room[offset - part.start : offset - part.start + some] = view[:some]
             with self._lock:
                 part.left -= some
@@ -191,7 +194,7 @@ class Upload:
             offset = offset + some
 
     def _takes(self, file: int, part: int) -> bool:
-        """Is it this upload that fills the part?"""
+        """Does this upload fill the part? False for parts of other workers' shares."""
         return True
 
     def _begin_part(self, item: StoredObject, number: int) -> UploadPart:
@@ -207,7 +210,7 @@ class Upload:
         return part
 
     def _fill_known(self, item: StoredObject, part: UploadPart) -> None:
-        """Fill those of its holes that are known, and count the others."""
+        """Fill those holes of the part whose content is known, and count the others."""
         for hole in item.holes:
             if hole.offset < part.stop and part.start < hole.offset + hole.nbytes:
                 if hole.offset in item.known:
@@ -216,7 +219,8 @@ class Upload:
                     part.holes += 1
 
     def _whole(self, item: StoredObject, part: UploadPart) -> None:
-        """All that moves write of the part has come: count it into the CRCs of its records, send it or keep it back."""
+        """Handle a part whose moved bytes have all arrived: add it to the CRCs of its records, then send the parts that
+        have no open holes any more."""
         crcs = []
         for span in item.spans:
             low = max(span[0], part.start)
@@ -246,7 +250,8 @@ class Upload:
             self._submit(each)
 
     def _fill(self, item: StoredObject, hole: Hole, data: bytes) -> list[UploadPart]:
-        """Fill a hole where its part is open, now and later. Returns the parts that may be sent then."""
+        """Set the content of a hole, for parts that are open and those begun later. Returns the parts to be sent
+        now."""
         item.known[hole.offset] = data
         ready = []
         for number in item.parts_of(hole.offset, hole.offset + hole.nbytes):
@@ -317,12 +322,16 @@ class Upload:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def finish(self, digests: Sequence[str] | None, check: Callable[[Upload], None]) -> None:
-        """Fill what is left, send it, look at it, make it visible. digests: of the moves, None where none were taken.
+        """Make and send the remaining parts, check the output and make it visible.
 
-        check: called when all but the last object is visible, raises to refuse it.
+        Args:
+            digests: those of the moves, None if none were computed.
+            check: called when all but the last object are visible; raises to refuse the output.
         """
         for item in self.objects:
             self._fill_digests(item, digests)
+
+        # Files that contain the SHA-256 of others come after these, which must be visible to be read back.
         hashed = [item for item in self.objects if self._kinds(item, "sha256")]
         late = [self.objects[self.last]] + [item for item in hashed if item.number != self.last]
         for item in self.objects:
@@ -378,7 +387,7 @@ class Upload:
                 self._whole(item, part)
 
     def _copy(self, item: StoredObject) -> None:
-        """The side file that an object is a copy of, written as moves are."""
+        """Write the content of an object that is the copy of a side file."""
         for offset, data in self._copied(item):
             self.write(item.number, offset, data)
 
@@ -397,21 +406,22 @@ class Upload:
             reader.close()
 
     def _content(self, item: StoredObject) -> bytearray:
-        """An object that is put whole."""
+        """The content of an object that is put with one request."""
         data = self.known(item, 0, item.size)
         for offset, some in self._copied(item):
             data[offset : offset + len(some)] = some
         return data
 
     def known(self, item: StoredObject, start: int, stop: int) -> bytearray:
-        """Bytes [start, stop) of an object without its values."""
+        """Bytes [start, stop) of an object with its literals and filled holes; values are zeros."""
         data = bytearray(stop - start)
         for offset, some in within((*item.literals, *item.known.items()), start, stop):
             data[offset - start : offset - start + len(some)] = some
         return data
 
     def _fill_hashes(self, item: StoredObject) -> None:
-        """SHA-256 of whole objects, read back from the store, which has them in order."""
+        """Fill holes with the SHA-256 of other objects, which are read back from the store: a hash needs the bytes in
+        order, and they were written in any."""
         for offset, of in self._kinds(item, "sha256"):
             other = self.objects[of]
             digest = hashlib.sha256()
@@ -423,7 +433,7 @@ class Upload:
             self._fill_late(item, Hole(offset, 64), digest.hexdigest().encode())
 
     def _complete(self, item: StoredObject) -> None:
-        """Make one object visible, once, and where none is but ours."""
+        """Make one object visible, once. Without `force` the store refuses if another object exists there."""
         if item.upload == DONE:
             return
         key = self._key(item)
@@ -437,8 +447,8 @@ class Upload:
         item.upload = DONE
 
     def _clear(self) -> None:
-        """Replacing: from here until the end the place holds no checkpoint. What makes the old one a checkpoint goes
-        first, then whatever the new one does not replace."""
+        """Remove the old output. From here until the end the destination holds no checkpoint: the object that makes the
+        old one a checkpoint is removed first, then every file that the new output does not overwrite."""
         if self.single:
             return
         there = self._bucket.listing().objects
@@ -451,12 +461,12 @@ class Upload:
             self._bucket.remove(key, etag=there[key].etag)
 
     def _records(self) -> OutputStore:
-        """Where records about the output are kept."""
+        """The place of records about the output, next to it."""
         return self._bucket.at_url(staging_url(self._plan.destination))
 
     def _check_replaced(self, there: Mapping[str, ListedObject], replaced: ReplacedOutput) -> set[str]:
-        """The keys there that are to be removed. Raises OutputExists E2830 for one that is not listed, or not as it
-        was, unless it is one of the output's."""
+        """The keys of existing objects that are to be removed. Raises OutputExists E2830 for an object that is not
+        listed in `replaced` or has changed since, unless it belongs to the output."""
         ours = {self._key(item): item.size for item in self.objects}
         stamps = {key: Stamp.of_object(each.nbytes, each.etag) for key, each in there.items()}
         same = {key for key, stamp in stamps.items() if replaced.files.get(key) == stamp}
@@ -471,7 +481,8 @@ class Upload:
         return same
 
     def _in_order_of_removal(self, keys: Iterable[str]) -> list[str]:
-        """What makes the old one a checkpoint, if it is called as the new one's, comes first."""
+        """Sorts keys so that the object that makes the old output a checkpoint is first, if it has the new one's
+        name."""
         last = self.objects[self.last].path
         return sorted(keys, key=lambda key: (key != last, key))
 
@@ -481,7 +492,7 @@ class Upload:
             self._queue.put(None)
 
     def discard(self) -> None:
-        """Abort what was begun, and remove what is visible already: nothing of this run is left."""
+        """Abort the uploads of this run and remove its visible objects, so that nothing of it is left."""
         self._error = self._error or InternalError("discarded")
         self.close()
         for thread in self._senders:
@@ -494,7 +505,7 @@ class Upload:
                 self._bucket.abort(key, item.upload)
 
 
-DONE = "done"
+DONE = "done"  # in place of an upload's id: the object is complete and visible
 
 
 class PartWriter(Writer):
@@ -509,10 +520,11 @@ class PartWriter(Writer):
         self.fds = _NoDescriptors(lambda number: -1, 1)
 
     def is_checksummed(self, file: int) -> bool:
-        """Every byte passes by here."""
+        """True: CRCs are taken of parts in memory, so every byte must be written through this process."""
         return True
 
     def pwrite(self, file: int, offset: int, view: memoryview, *, count: bool = True) -> None:
+        """Add the bytes to the upload."""
         self._upload.write(file, offset, view)
 
     def close(self) -> None:
@@ -520,15 +532,15 @@ class PartWriter(Writer):
 
 
 class _NoDescriptors(FdCache):
-    """Where a descriptor is tried first, this one fails, and bytes go to `pwrite`."""
+    """Invalid descriptors: callers that try `os.pwrite` first fail and fall back on `PartWriter.pwrite`."""
 
     def __getitem__(self, number: int) -> int:
         return -1
 
 
 class Seen:
-    """The store as a reader would find it with the objects that are still to come, of which what is no value is
-    known."""
+    """A view of the store as it will be after the commit, for checks before it. Objects that do not exist yet appear
+    with their literals and filled holes; their values read as zeros."""
 
     def __init__(self, upload: Upload, store: Store, base: str = "") -> None:
         self._upload = upload
@@ -541,26 +553,32 @@ class Seen:
         }
 
     def single(self) -> StoreEntry | None:
+        """See `Store.single`."""
         if not self._upload.single:
             return None
         item = self._upload.objects[0]
         return self._store.single() if item.upload == DONE else self._entry(item)
 
     def parent(self, name: str) -> Store:
+        """See `Store.parent`."""
         return self if self._coming else self._store.parent(name)
 
     def below(self, folder: str) -> Seen:
+        """See `Store.below`."""
         return Seen(self._upload, self._store.below(folder), f"{self._base}{folder}/")
 
     def list(self) -> dict[str, StoreEntry]:
+        """See `Store.list`; with the objects still to come."""
         there = {} if self._upload.single else self._store.list()
         return {**there, **{path: self._entry(item) for path, item in self._coming.items()}}
 
     def look(self, key: str) -> StoreEntry:
+        """See `Store.look`; with the objects still to come."""
         item = self._coming.get(key)
         return self._entry(item) if item else self._store.look(key)
 
     def get(self, key: str, start: int, stop: int, pinned: StoreEntry) -> Parts:
+        """See `Store.get`; with the objects still to come."""
         item = self._coming.get(key)
         if item is None:
             return self._store.get(key, start, stop, pinned)
@@ -596,8 +614,11 @@ def most_open(
     order: Iterable[Unit],
     takes: Callable[[int, int], bool] = lambda *_: True,
 ) -> int:
-    """Bytes of the parts that are open at once at most, where units are moved in this order. takes: is a part (object,
-    number) filled at all?"""
+    """The largest number of bytes that incomplete parts take at once, if units are moved in this order.
+
+    takes: does this worker fill part (object, number) at all?
+    """
+    # The first and the last unit that writes to each part, as positions in the order.
     first: dict[tuple[int, int], int] = {}
     final: dict[tuple[int, int], int] = {}
     for at, unit in enumerate(order):
@@ -611,6 +632,7 @@ def most_open(
                             first.setdefault((region.file, number), at)
                             final[region.file, number] = at
 
+    # A part with the hole of a CRC stays open until the last part that the CRC covers is complete.
     for item in objects:
         for span, holes in item.spans.items():
             until = max((final.get((item.number, n), 0) for n in item.parts_of(span[0], sum(span))), default=0)
@@ -634,7 +656,7 @@ def most_open(
 
 
 def memory_of(plan: Plan) -> int:
-    """Bytes that sending the plan's output takes, the buffers of its threads aside."""
+    """Bytes of memory that sending the plan's output takes, in addition to the buffers of the threads."""
     objects = objects_of(plan)
     return (
         most_open(plan, objects, [unit for _, unit in in_order_of_files(plan, list(enumerate(units(plan.moves))))])

@@ -1,6 +1,6 @@
 """One item of a unit: elements [start, stop) of a tensor walked block by block from its sources to its outputs.
 
-The hash that the journal keeps (`hash_written`) and the leaves of the digest are taken from the very bytes that are
+The hash for the journal (`hash_written`) and the leaves of the digest are computed from the very buffer that is
 written. A block is 256 KiB of plain runs, one leaf, which stays in L2 on its way from file to file: with 512 KiB a copy
 took a quarter more CPU where other processes use the cache too. Where a side is strided a block is up to 1 MiB and
 whole rows. Blocks for transposed outputs gather in a panel (`run/transposed_outputs.py`) and end where it ends.
@@ -31,7 +31,7 @@ ROOM = STRIDED_BLOCK + LEAF  # bytes of the buffer that a walk needs
 
 
 class WalkBuffers(NamedTuple):
-    """What a thread lends to its walks."""
+    """The reader, writer and buffers of one thread, which all its walks use."""
 
     reader: BlockReader
     writer: Writer
@@ -43,28 +43,37 @@ class WalkBuffers(NamedTuple):
 
 
 class Walked(Protocol):
-    """What the journal wants of an item that was moved."""
+    """The result of moving one item: what goes into its journal line."""
 
     lost: int  # values beyond the range of a cast
     source_leaves: LeafStream
     out_leaves: LeafStream
 
-    def hash_written(self) -> str: ...
+    def hash_written(self) -> str:
+        """The hash of the bytes that were written."""
+        ...
 
 
 class Mover(Protocol):
-    """Moves units, for one thread. None: the run was stopped in it."""
+    """Moves units, for one thread."""
 
-    def move_unit(self, items: Sequence[MoveRange]) -> Sequence[Walked] | None: ...
-    def close(self) -> None: ...
+    def move_unit(self, items: Sequence[MoveRange]) -> Sequence[Walked] | None:
+        """Move all items of a unit. Returns one result per item, None if the run was stopped before the end."""
+        ...
+
+    def close(self) -> None:
+        """Release what the mover has reserved."""
+        ...
 
 
 class Movers(Protocol):
-    """Gives each thread its mover, for at most `threads` of them. Called on that thread."""
+    """Makes the mover of each thread, on that thread."""
 
-    threads: int
+    threads: int  # at most so many threads may have a mover
 
-    def open(self, job: WalkBuffers, moves: Sequence[Move]) -> Mover: ...
+    def open(self, job: WalkBuffers, moves: Sequence[Move]) -> Mover:
+        """The mover of the calling thread."""
+        ...
 
 
 class Walks:
@@ -90,8 +99,14 @@ class Walks:
 
 
 def is_computed(move: Move, remote: Callable[[int], Tree | None]) -> bool:
-    """Is the move's line computed, and then rounded? Only what is written is hashed then: there is no source file with
-    a digest of the values before they were rounded. remote: the tree of a source file that has no descriptor."""
+    """Is the move's line computed, and then rounded to another dtype?
+
+    If so, only the written bytes are hashed: no source file exists whose digest the unrounded values could be compared
+    with.
+
+    Args:
+        remote: returns the tree of a source file that has no descriptor, else None.
+    """
     if move.dtype == move.dtype_out:
         return False
     trees = [remote(region.file) for region in move.sources]
@@ -139,7 +154,7 @@ class Walk:
         return xxhash.xxh3_128_hexdigest(bytes(self.pieces.leaves))
 
     def run(self) -> None:
-        """Move all blocks of the item, or end early where the job was stopped."""
+        """Move all blocks of the item; returns early if the job is stopped."""
         move = self.move
         hashing = self.job.hashing
 
@@ -206,8 +221,11 @@ class Walk:
     # -- sides ------------------------------------------------------------------------------------------------------
 
     def _choose_lanes(self) -> int:
-        """Find the lane of each side, if it has one. Returns the elements of a block: whole leaves where both sides
-        are plain runs, else whole rows of the coarsest strided dim where they fit."""
+        """Find the lane of each side, if it has one. Returns the number of elements of a block.
+
+        A block is one leaf if both sides are plain runs. Else it is whole rows of the coarsest strided dim whose row
+        fits into STRIDED_BLOCK.
+        """
         move = self.move
         self._plain_outputs = tuple(region for region in move.outputs if not is_transposed(region))
         self._read_lane = self._find_lane(move.sources, move.item, self.reader.pread, reads=True)
@@ -260,7 +278,7 @@ class Walk:
         return self._panels.view(at, end, self.until) if self._panels else None
 
     def _compute_rounded(self, at: int, end: int) -> memoryview | None:
-        """Computed elements [at, end) as they are written, None where there is no short way to them."""
+        """Computed elements [at, end), already rounded; None if the source can't round while it computes."""
         move = self.move
         lane = self._read_lane
         place = lane.one(at * move.item, end * move.item) if isinstance(lane, Runs) else None
@@ -321,7 +339,8 @@ def read_back(reader: BlockReader, move: Move, start: int, stop: int) -> str | N
 
     reader: over the written files.
     """
-    # The outputs are read as if they were sources: the first copy of a place, the others compared with it as replicas.
+    # The outputs are read as if they were sources. Further copies of the same elements become replicas, which the
+    # reader compares with the first copy.
     seen: dict[tuple[object, ...], int] = {}
     regions = []
     for region in move.outputs:
