@@ -1,4 +1,9 @@
-"""`ckpt apply PLAN`: carry out a saved plan, whole or one share of it; the last share to finish commits, once."""
+"""`ckpt apply PLAN`: execute a saved plan, all of it or one share; the last share to finish commits the output, once.
+
+ckpt apply p.json                 all of it
+ckpt apply p.json --part 3/8      the third of eight fixed shares
+ckpt apply p.json --claim         units of work that no other process has claimed yet
+"""
 
 from __future__ import annotations
 
@@ -46,9 +51,10 @@ NOTHING_THERE = "E0702"
 
 
 def apply(plan_file: str, share: Share, writing: Writing, progress: Progress) -> dict[str, Any]:
-    """Run the plan in `plan_file`, or the share of it that `share` names.
+    """Execute the plan in `plan_file`, or the share of it that `share` selects.
 
-    Raises SourceChanged when the plan or a source it names is not what it was.
+    Raises:
+        SourceChanged: the plan file, or a source that it names, was changed since the plan was made.
     """
     began = time.monotonic()
     if scheme_of(plan_file) or short_url(plan_file):
@@ -92,7 +98,7 @@ def apply(plan_file: str, share: Share, writing: Writing, progress: Progress) ->
         except OutputExists as e:
             if not job.shared or e.code != "E0501" or not is_committed(plan):
                 raise
-            return _committed_already(job, progress)  # while this one was starting
+            return _committed_already(job, progress)  # the others have committed while this process was starting
     document["elapsed_s"] = round(time.monotonic() - began, 3)
     document["digest_checked"] = writing.verify != "off"
     document |= seal.said if seal is not None else {}
@@ -104,23 +110,23 @@ def apply(plan_file: str, share: Share, writing: Writing, progress: Progress) ->
 
 
 class _Job(NamedTuple):
-    """What this process is to do of a plan."""
+    """The work of this process on a plan: all of it, if both `part` and `worker` are None."""
 
     plan: Plan
     plan_file: str
     destination: Place
-    part: tuple[int, int] | None  # (i, n), from 1, for one share of it
-    worker: str | None  # its name, where it claims what it does. Both None: all of it.
+    part: tuple[int, int] | None  # (i, n), with i from 1: the share number i of n
+    worker: str | None  # with --claim, the unique name of this worker
     writing: Writing
 
     @property
     def shared(self) -> bool:
-        """Do other processes carry out the rest?"""
+        """Do other processes execute the rest of the plan?"""
         return self.part is not None or self.worker is not None
 
 
 def _check_output(job: _Job, trees: Mapping[str, Tree]) -> ReplacedOutput:
-    """What `--force` replaces; raises what is wrong with the output's place before anything is written."""
+    """The existing output that `--force` replaces. Raises any error about the output path before data is written."""
     destination = job.destination
     force = job.writing.force
     if isinstance(destination, RemotePlace):
@@ -131,7 +137,8 @@ def _check_output(job: _Job, trees: Mapping[str, Tree]) -> ReplacedOutput:
         check_destination(destination, roots, force=force)
         check_space(destination.parent, 0 if job.part else job.plan.bytes_written, len(job.plan.outputs))
     begun = isinstance(destination, RemotePlace) and job.shared and output_state(destination).of
-    if force and not begun:  # else the first worker has looked, and the last may be replacing it right now
+    # Once workers share the output, the first has made these checks, and the last may be replacing the output now.
+    if force and not begun:
         replaced = check_replaced(destination)
         if not isinstance(destination, RemotePlace):
             check_not_read(destination, replaced.files, trees.values())
@@ -142,7 +149,7 @@ def _check_output(job: _Job, trees: Mapping[str, Tree]) -> ReplacedOutput:
 def _carried_out(
     job: _Job, trees: Mapping[str, Tree], seal: Seal | None, replaced: ReplacedOutput, progress: Progress
 ) -> tuple[dict[str, Any], dict[TensorKey, int]]:
-    """(the document, overflows of lossy casts) after this process's work. Raises as `carry_out.execute`."""
+    """Do this process's work; returns the document and the overflows of lossy casts. Raises as `carry_out.execute`."""
     plan = job.plan
     part = job.part
     worker = job.worker
@@ -175,7 +182,7 @@ def _rewriting(plan: Plan) -> Rewriting:
 
 
 def _opened(plan: Plan) -> dict[str, Tree]:
-    """The plan's sources by the paths that it names. Raises SourceChanged E0602 for one that is gone."""
+    """The plan's sources by the paths in the plan. Raises SourceChanged E0602 if one does not exist any more."""
     trees = {}
     for root in dict.fromkeys(file.root for file in plan.sources):
         try:
@@ -193,7 +200,7 @@ def _opened(plan: Plan) -> dict[str, Tree]:
 
 
 def _part(share: Share, writing: Writing, progress: Progress) -> tuple[int, int] | None:
-    """(i, n), from 1; None for the whole plan."""
+    """The share (i, n) of the plan, with i from 1; None for all of it. `--part auto` asks the launcher's variables."""
     ways = {"--part": share.part is not None, "--claim": share.claim, "--ray": writing.ray is not None}
     given = [name for name, is_given in ways.items() if is_given]
     if len(given) > 1:
@@ -212,14 +219,14 @@ def _part(share: Share, writing: Writing, progress: Progress) -> tuple[int, int]
 
 
 def _committed_already(job: _Job, progress: Progress) -> dict[str, Any]:
-    """The document of a share that had nothing to do: the others have committed."""
+    """The document of a process that had nothing to do, because the others have committed the output already."""
     progress.plan(job.plan.report)
     said = {"elapsed_s": 0.0, "digest_checked": False, "committed": True, "already_committed": True}
     return {**job.plan.report, **said, **({"part": list(job.part)} if job.part else {})}
 
 
 def _states(statuses: Sequence[journal.PartStatus], part: tuple[int, int]) -> dict[str, list[int]]:
-    """The parts by what is known of them: `done`, `running`, `dead` before their end, `missing`."""
+    """The numbers of all parts by state: `done`, `running`, `dead` (ended too early) or `missing` (not begun)."""
     known = {status.part[0]: status.state for status in statuses if status.part is not None}
     known[part[0]] = "done"
     states: dict[str, list[int]] = {}

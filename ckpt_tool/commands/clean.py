@@ -1,4 +1,13 @@
-"""`ckpt clean`: find what interrupted runs left in a folder, and remove it when asked."""
+"""`ckpt clean`: find what interrupted runs left in a folder, and remove it with `--remove`.
+
+Three kinds of remains, all under hidden names in the folder of the output:
+
+    staging folders      in which an output was being written
+    retired steps        that `ckpt prune` had renamed and not yet deleted
+    set-aside outputs    old outputs that `--force` had moved away and not yet replaced
+
+In a store: uploads that were begun and never completed, and the records of workers that shared an output.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +31,11 @@ from ckpt_tool.storage.output.staging import read_list, remove_leavings, strays,
 
 
 def clean(folder: str, *, remove: bool = False) -> dict[str, Any]:
-    """Staging folders directly below `folder`, what a killed `ckpt prune` had begun to delete, and old outputs that a
-    killed run had set aside: path, bytes, whether a run still holds the lock; removed with `remove`, or put back where
-    no new output has come. Of a place in a store: uploads at and below it that were begun
-    and not ended, and the records of workers that shared it out, or what lies below it."""
+    """The document of `clean --json`: the remains directly below `folder`, each with its path, size and lock state.
+
+    With `remove` they are removed, except those that a running process has locked; an old output that was set aside is
+    moved back instead if no new output has taken its name. In a store, remains at and below the URL are listed.
+    """
     found = []
     if isinstance(place_of(folder), RemotePlace):
         return {"schema_version": 1, "folder": folder, "leavings": _uploads(folder, remove=remove)}
@@ -33,7 +43,8 @@ def clean(folder: str, *, remove: bool = False) -> dict[str, Any]:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError as e:
         raise wrap_os_error(e, folder, "listing") from e
-    # What was set aside first: the staging folder beside it says whether a run is at it.
+    # Set-aside outputs come first: whether a run still needs one is decided by its staging folder, which must exist
+    # until then.
     leavings = sorted((entry for entry in entries if is_leaving(entry.name)), key=lambda each: is_staging(each.name))
     for entry in leavings:
         look = _set_aside if is_set_aside(entry.name) else _leaving
@@ -44,10 +55,10 @@ def clean(folder: str, *, remove: bool = False) -> dict[str, Any]:
 
 
 def _leaving(path: Path, *, remove: bool) -> dict[str, Any] | None:
-    """What a run left at a hidden path, removed with `remove`; None for what only bears such a name.
+    """The row for a staging folder or a retired step, removed with `remove`; None for something else of such a name.
 
-    In a staging folder only what a run has listed there goes: with anything else in it the folder stays, and `kept`
-    names the others. Nothing goes where something is mounted.
+    From a staging folder only files that a run has listed there are removed: if it contains others, the folder is kept
+    and `kept` names them. Nothing is removed if the folder contains a mount point.
     """
     try:
         info = os.lstat(path)
@@ -71,10 +82,10 @@ def _leaving(path: Path, *, remove: bool) -> dict[str, Any] | None:
 
 
 def _set_aside(path: Path, *, remove: bool) -> dict[str, Any] | None:
-    """An old output under its hidden name; None for what only bears such a name, or has just lost it.
+    """The row for an old output that was set aside; None for something else of such a name, or if it was just restored.
 
-    With `remove` it goes where the new output has its name, and gets its name back where nothing has. It stays where a
-    run is at it, and where somebody else has taken the name: what the run has staged is still there then.
+    With `remove` it is deleted if the new output has taken its name, and gets its name back if the name is free. It is
+    kept while a run is active, and if staged files show that whatever has the name now is not the run's output.
     """
     try:
         if not was_set_aside(path):
@@ -89,11 +100,11 @@ def _set_aside(path: Path, *, remove: bool) -> dict[str, Any] | None:
         gone = remove and not busy and not waits and restored is None
         if gone and listed:
             gone = remove_leavings(path)
-        elif gone:  # whole: nothing is removed of it before the list is written
+        elif gone:  # still complete, since a run writes the list of its files before it removes any of them
             gone = os.path.lexists(destination) and not kept
             if gone:
                 erase(path)
-    except FileNotFoundError:  # another has put it back
+    except FileNotFoundError:  # another process has moved it back
         return None
     except OSError as e:
         raise wrap_os_error(e, path, "looking at what a run left") from e
@@ -102,8 +113,11 @@ def _set_aside(path: Path, *, remove: bool) -> dict[str, Any] | None:
 
 
 def _others_in(folder: Path) -> list[str]:
-    """What stays of an old output that is not listed: what is mounted in it, or all of it where something is there that
-    no checkpoint or delta accounts for: it was put there since. Raises StorageError."""
+    """The paths to keep of a set-aside output without a list of its files. Raises StorageError.
+
+    These are its mount points; or all of its files, if one of them belongs to no checkpoint or delta and so was added
+    by someone else.
+    """
     from ckpt_tool.conversion.accounted import refuse_unaccounted
     from ckpt_tool.deltas.folder import delta_files
 
@@ -117,7 +131,7 @@ def _others_in(folder: Path) -> list[str]:
 
 
 def _is_listed(folder: Path) -> bool:
-    """Is there a whole list of what may go of it? Raises OSError."""
+    """Does the folder contain a complete list of the files that may be removed? Raises OSError."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         return bool(read_list(fd))
@@ -126,14 +140,14 @@ def _is_listed(folder: Path) -> bool:
 
 
 def _look_at_staging(folder: Path) -> tuple[bool, bool]:
-    """(does a run hold its lock, is there anything in it). Raises OSError."""
+    """Whether a run holds the lock of a staging folder, and whether the folder contains anything. Raises OSError."""
     if folder.is_symlink() or not folder.is_dir():
         return False, os.path.lexists(folder)
     return is_locked(folder), bool(os.listdir(folder))
 
 
 def _remove(path: Path, *, staged: bool) -> bool:
-    """Remove it, locked meanwhile. Is it gone? Raises OSError, StorageError."""
+    """Remove a path while holding its lock; returns whether it is gone. Raises OSError, StorageError."""
     if not staged:
         erase(path)
         return True
@@ -141,14 +155,14 @@ def _remove(path: Path, *, staged: bool) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return remove_leavings(path)
-    except BlockingIOError:  # a run has just come
+    except BlockingIOError:  # a run has just started and taken the lock
         return False
     finally:
         close_read(fd)
 
 
 def _kept_in(folder: Path) -> list[str]:
-    """The files in a staging folder that no run has put there."""
+    """The files in a staging folder that no run has written."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         found = strays(fd)
@@ -159,17 +173,18 @@ def _kept_in(folder: Path) -> list[str]:
 
 
 def _blocks_below(folder: Path) -> int:
-    """Bytes that the files below a folder take on the disk, links not followed. Raises OSError."""
+    """Bytes on disk of all files below a folder, without following links. Raises OSError."""
 
     def fail(error: OSError) -> None:
-        if not isinstance(error, FileNotFoundError):  # a run has just ended
+        """Raise errors of os.walk, except for a folder that has disappeared because a run has just ended."""
+        if not isinstance(error, FileNotFoundError):
             raise error
 
     nbytes = 0
     for above, folders, names in os.walk(folder, onerror=fail):
         for name in (*folders, *names):
             with suppress(FileNotFoundError):
-                nbytes += os.lstat(os.path.join(above, name)).st_blocks * 512
+                nbytes += os.lstat(os.path.join(above, name)).st_blocks * 512  # POSIX: st_blocks counts 512-byte units
     return nbytes
 
 
@@ -182,7 +197,7 @@ def _uploads(url: str, *, remove: bool) -> list[dict[str, Any]]:
 
     bucket = output_store(url)
     found = list[dict[str, Any]]()
-    outputs = {url: ""}  # a place that is shared out -> what its objects' keys begin with
+    outputs = {url: ""}  # URL of an output that workers share -> the prefix of its objects' keys
     for key in bucket.objects():
         at = _RECORDS.search(key)
         if at and is_record(at[3]):
@@ -201,7 +216,7 @@ def _uploads(url: str, *, remove: bool) -> list[dict[str, Any]]:
         found.append({"path": records.shown, "bytes": nbytes, "locked": held, "removed": remove and not held})
     for each in bucket.pending():
         if any(each.key.startswith(prefix) or each.key == prefix[:-1] for prefix in busy):
-            continue  # a run goes on with it
+            continue  # an active run continues this upload
         nbytes = sum(part.nbytes for part in bucket.parts(each.key, each.upload).values())
         if remove:
             bucket.abort(each.key, each.upload)

@@ -1,16 +1,16 @@
-"""`ckpt inspect` of a checkpoint of which something is missing: what is there, and what is not.
+"""`ckpt inspect` of an incomplete checkpoint: what is there, and what is missing.
 
-    model-00002-of-00002.safetensors is gone     its other file's tensors as ever, and `missing`:
+    model-00002-of-00002.safetensors is gone     the tensors of the other file as usual, and `missing`:
       {"files": [{"path": "model-00002-of-00002.safetensors", "rank": {}, "tensors": 12, "bytes": None}],
        "tensors": [{"name": "lm_head.weight", "state": "model", "bytes": None}, ...], "bytes": None,
        "error": {"code": "E0380", ...}}
 
-First the format's reader is asked to go on without what is missing (`core.missing`). Where it can't, since the rest
-has no meaning without it, every file is read alone: names and shapes are then those of the files, and each tensor says
-which file it is in. A format whose files no other reader takes apart does that itself (`formats.base.ReadsAlone`):
-items of a DCP without `.metadata`, parts of a flex checkpoint without its metadata, arrays of Orbax without
-`_METADATA`.
-Commands that write never come here. Cost: the headers twice.
+First the format's reader tries to go on without the missing part (`core.missing`). If it can't, because the rest has no
+meaning without that part, every file is read alone: names and shapes are then those of the files, and each row names
+its file. A format whose files no other reader understands does this itself (`formats.base.ReadsAlone`): items of a DCP
+checkpoint without `.metadata`, parts of a flex checkpoint without its metadata, arrays of Orbax without `_METADATA`.
+
+Commands that write never use this module: they refuse an incomplete checkpoint. Cost: the headers are read twice.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from ckpt_tool.sources.opening import Opened, open_source
 from ckpt_tool.storage.opening import open_tree
 from ckpt_tool.storage.source import Tree
 
-UNRECOGNISED = "E0390"  # no format claims the folder
-FILES_READ = 10_000  # of a folder, each alone
+UNRECOGNISED = "E0390"  # no format recognises the folder
+FILES_READ = 10_000  # at most so many files of a folder are read alone
 
 
 class LookedInto(NamedTuple):
-    """A checkpoint of which a part is missing, read by its own format's reader."""
+    """An incomplete checkpoint that its own format's reader could open."""
 
     opened: Opened
     parts: MissingParts
 
 
 def is_broken(fault: CkptError) -> bool:
-    """May the rest be looked into? Where something is missing, or so much that no format is recognised."""
+    """Does the error mean that files are missing, possibly so many that no format is recognised?"""
     return isinstance(fault, Incomplete) or (isinstance(fault, UnknownFormat) and fault.code == UNRECOGNISED)
 
 
 def open_incomplete(src: str, reading: Reading) -> tuple[LookedInto | None, MissingParts]:
-    """The checkpoint without what is missing, None where its reader can't go on; and what is known to be missing."""
+    """The checkpoint without its missing parts (None if its reader can't go on), and the parts known to be missing."""
     with collected_missing() as parts:
         try:
             opened = open_source(src, reading)
-        except CkptError:  # a later step is impossible without the part: then the files are read alone
+        except CkptError:  # the reader can't go on without the part: the caller then reads the files alone
             return None, parts
     return LookedInto(opened, parts), parts
 
@@ -60,7 +60,7 @@ def open_incomplete(src: str, reading: Reading) -> tuple[LookedInto | None, Miss
 def describe_missing(
     fault: CkptError, parts: MissingParts, fmt: Format | None, mesh: Mapping[str, int]
 ) -> dict[str, Any]:
-    """`missing` of the document. fault: what a strict reader says."""
+    """The field `missing` of the document. fault: the error that a strict reader raises."""
     rank_of = None if fmt is None else ranks_of(fmt, mesh)
     files = [
         {
@@ -81,7 +81,7 @@ def describe_missing(
 
 
 def fault_of(document: Mapping[str, Any]) -> InputError | None:
-    """The error that a document's `missing` stands for, None where nothing is missing or it was asked for."""
+    """The error recorded in a document's `missing`; None if nothing is missing, or if `--lenient` accepts it."""
     missing = document.get("missing")
     if not missing or missing["lenient"]:
         return None
@@ -100,7 +100,7 @@ def fault_of(document: Mapping[str, Any]) -> InputError | None:
 
 
 def _sum_known(rows: Sequence[Mapping[str, Any]]) -> int | None:
-    """The bytes of all rows, None where those of one are not known."""
+    """The bytes of all rows, None if those of any row are unknown."""
     sizes = [row["bytes"] for row in rows]
     return sum(sizes) if sizes and None not in sizes else None
 
@@ -110,16 +110,16 @@ def _sum_known(rows: Sequence[Mapping[str, Any]]) -> int | None:
 
 @dataclass(slots=True)
 class FilesAlone:
-    """What every file holds by itself."""
+    """The content of every file, read without the others."""
 
     format: str
     rows: list[dict[str, Any]] = field(default_factory=list)
     unsafe: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    unread: list[str] = field(default_factory=list)  # the files that no reader takes alone
+    unread: list[str] = field(default_factory=list)  # the files that no reader can read alone
 
     def add(self, path: str, rows: Iterable[CatalogRow], unsafe: Iterable[str], notes: Iterable[str] = ()) -> None:
-        """Add what a file says."""
+        """Add the content of one file."""
         self.unsafe.extend(line for line in unsafe if line not in self.unsafe)
         self.notes.extend(notes)
         for name, state, dtype, shape, nbytes in rows:
@@ -134,7 +134,7 @@ def read_files_alone(src: str, reading: Reading) -> FilesAlone:
     if tree.single is not None:
         return alone
 
-    # Files that only their own format takes apart, such as those of a save without its metadata.
+    # First the files that only their own format can read, such as those of a DCP checkpoint without its metadata.
     formats = [registry.by_name(name) for name in registry.NAMES]
     readers = {path: read for fmt in formats if isinstance(fmt, ReadsAlone) for path, read in _lone_files(fmt, tree)}
     for path, read in list(readers.items())[:FILES_READ]:
@@ -145,7 +145,7 @@ def read_files_alone(src: str, reading: Reading) -> FilesAlone:
         else:
             alone.add(content.path, content.rows, content.unsafe, content.notes)
 
-    # All others as if each were a checkpoint.
+    # Then all others, each opened as if it were a checkpoint of its own.
     options = ReadOptions(lenient=True, forced=True)
     weights = [path for path in sorted(tree.listing()) if path.endswith((*WEIGHT_SUFFIXES, ".distcp"))]
     for path in [path for path in weights if path not in readers][:FILES_READ]:
@@ -159,7 +159,7 @@ def read_files_alone(src: str, reading: Reading) -> FilesAlone:
 
 
 def _lone_files(fmt: ReadsAlone, tree: Tree) -> Iterable[tuple[str, Callable[[], FileContent]]]:
-    """(path, what reads it) of the format's files, none where their names or heads can't be read."""
+    """(path, function that reads it) for each of the format's files; none if their names or headers can't be read."""
     try:
         return fmt.find_lone_files(tree).items()
     except CkptError:
@@ -167,7 +167,7 @@ def _lone_files(fmt: ReadsAlone, tree: Tree) -> Iterable[tuple[str, Callable[[],
 
 
 def _read_file(tree: Tree, path: str, options: ReadOptions) -> Catalog:
-    """What one file holds. Raises what its readers raise, InputError where none takes it."""
+    """The content of one file. Raises the error of its last reader, UnknownFormat if no format recognises the file."""
     fault: InputError | None = None
     for claim in registry.claims(tree):
         try:
@@ -178,7 +178,7 @@ def _read_file(tree: Tree, path: str, options: ReadOptions) -> Catalog:
 
 
 def _format_name(tree: Tree, reading: Reading) -> str:
-    """The format that claims the folder, "files" where none or several do."""
+    """The format that recognises the folder, "files" if none or several do."""
     if reading.from_format:
         return reading.from_format
     try:
@@ -188,7 +188,7 @@ def _format_name(tree: Tree, reading: Reading) -> str:
 
 
 def without_missing(opened: Opened, parts: MissingParts) -> Opened:
-    """The same without the tensors that are incomplete, so that the values of the others can be read."""
+    """The same checkpoint without its incomplete tensors, so that the values of the others can be read."""
     keys: Iterable[TensorKey] = parts.tensors.keys()
     gone = set(keys)
     tensors = {key: tensor for key, tensor in opened.catalog.tensors.items() if key not in gone}

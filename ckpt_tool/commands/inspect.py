@@ -2,7 +2,7 @@
 
 `--security` lists every pickle of the source and every global that it names, also if nothing else can be read. Findings
 of the format's reader come first in `unsafe`, since a survey of single files does not show all of them, such as a
-tensor that is an attribute of an object of an unknown class. Cost: the headers and pickles of every file.
+tensor inside an object of an unknown class. Cost: the headers and pickles of every file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,11 @@
 """`ckpt kernels build|info|check|bench`: the CUDA reshard kernels on this machine.
 
-info says what there is and what a run would use, and why; build compiles; check holds the kernels against NumPy on the
-device at hand; bench measures them beside a plain device copy. None of them reads a checkpoint.
+    info     what is installed, and which device and library a run would use, and why
+    build    compile the kernels
+    check    compare every kernel with NumPy on the device of this machine
+    bench    measure every kernel, and a plain device copy for comparison
+
+None of them reads a checkpoint.
 """
 
 from __future__ import annotations
@@ -19,12 +23,12 @@ if TYPE_CHECKING:
     from ckpt_tool.device.build import Built
     from ckpt_tool.device.library import Device
 
-CASES = 200
-_LIBRARY_LIMIT = 256 << 20  # bytes of a file that may be a library
+CASES = 200  # random cases per kernel in `check`
+_LIBRARY_LIMIT = 256 << 20  # bytes: --force does not replace a larger file, which can't be one of our libraries
 
 
 def info() -> dict[str, Any]:
-    """What a run would use and why; driver, GPUs, nvcc, sources and what the cache holds. Builds nothing."""
+    """What a run would use and why, with driver, GPUs, nvcc, sources and the libraries in the cache. Builds nothing."""
     from ckpt_tool.device import build, cache, choose, driver
 
     choice = choose.choose_device()
@@ -37,7 +41,7 @@ def info() -> dict[str, Any]:
         if isinstance(kept, str):
             refused.append(kept)
             continue
-        os.close(kept.opened)
+        os.close(kept.opened)  # `cache.every` returns each library with an open descriptor
         libraries.append(
             {
                 "key": key[:16],
@@ -72,7 +76,7 @@ def info() -> dict[str, Any]:
 
 
 def _named(lines: list[str]) -> str:
-    """The line in which a compiler says its version."""
+    """The line of a compiler's output that contains its version."""
     return next((line for line in lines if "release" in line), lines[0] if lines else "")
 
 
@@ -81,10 +85,15 @@ def _spelled(architectures: list[int]) -> str:
 
 
 def build(arch: str | None = None, *, out: str | None = None, force: bool = False) -> dict[str, Any]:
-    """Compile the kernels and keep them in the cache, or write them to the new file `out`.
+    """Compile the kernels into the cache and, if `out` is given, copy them to this new file.
 
-    arch: `90,100`, `native` (the GPUs at hand), `host` (the shim), None for sm_80, sm_90 and sm_100. force: though they
-    are built, and over `out`. Raises UsageError, OutputExists E0500, StorageError as `device.build.ensure_built`."""
+    Args:
+        arch: `90,100`, `native` (the GPUs of this machine), `host` (the CPU shim); None for sm_80, sm_90 and sm_100.
+        force: compile even if they are in the cache, and replace the file `out`.
+
+    Raises:
+        UsageError, OutputExists E0500, and StorageError as `device.build.ensure_built`.
+    """
     from ckpt_tool.device import build as building
 
     if out is not None and os.path.lexists(out) and not force:
@@ -122,7 +131,11 @@ def build(arch: str | None = None, *, out: str | None = None, force: bool = Fals
 
 
 def _wanted(arch: str | None) -> tuple[int, ...]:
-    """Architectures as numbers: 90 for sm_90, for `90`, `sm_90` or `9.0`. Raises UsageError E0283, E1556."""
+    """Architectures as numbers: `90`, `sm_90` and `9.0` are all 90.
+
+    Raises:
+        UsageError: E0283 for a malformed architecture, E1556 for `native` without a GPU.
+    """
     from ckpt_tool.device import build as building
     from ckpt_tool.device import driver
 
@@ -153,12 +166,12 @@ def _wanted(arch: str | None) -> tuple[int, ...]:
 
 
 def _is_library(data: bytes) -> bool:
-    """Is it a library of kernels, which `--force` may replace?"""
+    """Is this file content a kernel library of ours, which `--force` may replace?"""
     return data.startswith(b"\x7fELF") and b"ck_abi" in data
 
 
 def _written(done: Built, out: str) -> str:
-    """A copy of the library under a name of the user's, whole or not at all."""
+    """Copy the library to the path `out` atomically, and return the path."""
     try:
         fd, partial = tempfile.mkstemp(prefix=".ckpt-kernels-", dir=os.path.dirname(os.path.abspath(out)))
         os.close(fd)
@@ -167,7 +180,7 @@ def _written(done: Built, out: str) -> str:
     try:
         shutil.copyfile(done.through, partial)
         os.chmod(partial, 0o755)
-        # Building takes minutes: what is at the name is looked at once more.
+        # Building takes minutes, in which another process may have created the file: check it again.
         replaces = check_target(out, "--out", _is_library, limit=_LIBRARY_LIMIT)
         place_file(partial, out, "--out", replaces=replaces)
     except (OSError, CkptError) as e:
@@ -179,9 +192,13 @@ def _written(done: Built, out: str) -> str:
 
 
 def check(*, cases: int = CASES, seed: int = 0, only: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Every kernel on the device at hand against NumPy: `cases` random cases each. `ok` is false where any differs.
+    """Compare every kernel with NumPy on the device of this machine, in `cases` random cases each.
 
-    Raises UsageError where there is no device (see `device.choose.open_device`), or E0283 for an unknown kernel."""
+    `ok` in the document is False if any result differs.
+
+    Raises:
+        UsageError: there is no device (see `device.choose.open_device`), or E0283 for an unknown kernel.
+    """
     from ckpt_tool.device import choose
     from ckpt_tool.device.trial import check as trial
     from ckpt_tool.errors import near_misses
@@ -224,11 +241,15 @@ def check(*, cases: int = CASES, seed: int = 0, only: tuple[str, ...] = ()) -> d
 
 
 def bench(*, quick: bool = False) -> dict[str, Any]:
-    """The kernels beside a plain copy on the same device, every work twice. quick: less payload, fewer repeats, more
-    spread.
+    """Measure the kernels and a plain copy on the same device, every workload twice.
 
-    Takes half a minute on a GPU; the shim gets 1 MiB, and its figures mean nothing. Raises UsageError where there is no
-    device.
+    Takes half a minute on a GPU. The CPU shim gets 1 MiB only, and its figures are meaningless.
+
+    Args:
+        quick: less data and fewer repeats, hence a larger spread.
+
+    Raises:
+        UsageError: there is no device.
     """
     from datetime import datetime, timezone
 

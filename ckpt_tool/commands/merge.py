@@ -1,5 +1,10 @@
-"""`ckpt merge`: join shards and checkpoints into one, strip keys, fold adapters (`adapters`), merge models
-(`merging`)."""
+"""`ckpt merge`: one checkpoint out of several, by one of four methods.
+
+union (the default)    consolidate shards and join the tensors of several checkpoints, optionally without some keys
+lora                   fold adapters into a base model (`adapters.fold`)
+linear, slerp, ...     arithmetic merges of models (`merging`)
+--config               a merge that a mergekit config describes (`merging.mergekit`)
+"""
 
 from __future__ import annotations
 
@@ -33,9 +38,11 @@ from ckpt_tool.sources.select import split_keys
 def merge(
     sources: list[str], dst: str, reading: Reading, writing: Writing, options: MergeOptions, progress: Progress
 ) -> dict[str, Any]:
-    """Make `sources` one checkpoint at `dst`.
+    """Merge `sources` into one checkpoint at `dst`, and return the document of `merge --json`.
 
-    Raises UsageError E1440-E1444, E2401, InputError E1446 to E1449, and what reading and writing raise.
+    Raises:
+        UsageError: E1440 to E1444, E2401.
+        InputError: E1446 to E1449, and what reading and writing raise.
     """
     refuse_experts(writing, "merge leaves experts as they are")
     refuse_without_patterns("merge", writing)
@@ -83,7 +90,7 @@ def merge(
 
 
 def _configured(config: str, options: MergeOptions) -> MergeJob:
-    """The job of a mergekit config, which says all but the seed and that tokenizers may differ."""
+    """The job of a mergekit config. Only the seed and `--tokenizer` are options, everything else is in the config."""
     if options.name != UNION:
         raise UsageError(
             f"--config says the method, but --method {options.name} is given too",
@@ -96,7 +103,7 @@ def _configured(config: str, options: MergeOptions) -> MergeJob:
 
 
 def _refuse_steps_without_method(options: MergeOptions) -> None:
-    """Raise UsageError E1442 where steps of a run are picked and nothing says how they become one checkpoint."""
+    """Raise UsageError E1442 if steps of a run are selected without a method that merges them."""
     picks = [option for option, value in (("--last", options.last), ("--steps", options.steps)) if value]
     if len(picks) > 1:
         raise UsageError(
@@ -112,7 +119,12 @@ def _refuse_steps_without_method(options: MergeOptions) -> None:
 
 
 def _refuse(options: MergeOptions, *, but: tuple[str, ...], of: str = "") -> None:
-    """Raise UsageError E1442 for options of arithmetic merges that can have no effect."""
+    """Raise UsageError E1442 for options of arithmetic merges that would have no effect.
+
+    Args:
+        but: options that do have an effect here.
+        of: what makes them ineffective, if it is not the method.
+    """
     wrong = [option for option in options.given() if option not in but]
     wrong += ["--seed"] if options.seed is not None and not of else []
     if wrong:
@@ -124,7 +136,7 @@ def _refuse(options: MergeOptions, *, but: tuple[str, ...], of: str = "") -> Non
 
 
 def _checkpoints(path: str, options: MergeOptions, reading: Reading) -> list[str]:
-    """The source itself, or those checkpoints in it that `--last` or `--steps` asks for."""
+    """The source itself, or the checkpoints in it that `--last` or `--steps` selects."""
     if options.last is None and not options.steps:
         return [path]
     from ckpt_tool.storage.opening import open_tree
@@ -138,8 +150,10 @@ def _checkpoints(path: str, options: MergeOptions, reading: Reading) -> list[str
 
 
 def _refuse_mixed_experts(parts: list[Chosen], opened: list[Opened], found: Mapping[TensorKey, Stored]) -> None:
-    """Raise InconsistentCheckpoint E2912 where the sources have the same experts in two layouts: joined, the model
-    would have them twice. What one source mixes by itself stays its own."""
+    """Raise InconsistentCheckpoint E2912 if the sources store the same experts in two layouts.
+
+    The joined model would have these experts twice. A mix that a single source has by itself is not refused.
+    """
     from ckpt_tool.families.experts import mixed_experts
 
     mixed = mixed_experts(key.name for key in found)
@@ -157,7 +171,11 @@ def _refuse_mixed_experts(parts: list[Chosen], opened: list[Opened], found: Mapp
 
 
 def _union(opened: list[Opened], job: Conversion, on_conflict: str) -> Chosen:
-    """All tensors of all sources, in order; the key patterns see the union."""
+    """All tensors of all sources, in order; the key patterns are applied to the union.
+
+    Raises:
+        InconsistentCheckpoint: E0353 if a key is in two sources and `on_conflict` is "error"; E2912 for mixed experts.
+    """
     writing = job.writing
     refuse_unmatched_in_all(writing.rename, opened)
     bare = job._replace(writing=replace(writing, remove_keys=(), keep_keys=()), inherits=False, of_several=True)

@@ -1,10 +1,11 @@
-"""Which tensors of which models make each tensor of the output, and the values of the parameters there.
+"""Groups tensors: the tensors of the models that are merged into each output tensor, with the parameter values there.
 
     layers [0, 2) of A, then [1, 3) of B:   B's model.layers.1.mlp.up_proj.weight  ->  model.layers.2.mlp.up_proj.weight
 
-Layers are known by the first number between dots in a name. Outside of slices every tensor keeps its name; in slices
-the embeddings come from the first slice, what stands after the layers (norm, head) from the last, as mergekit has it.
-Of a model that sees or hears the layers of its language model are picked; its towers stay as the first slice has them.
+The layer of a tensor is the first number between dots in its name. Without slices every tensor keeps its name. With
+slices, layers are renumbered; the embeddings are taken from the first slice, and the tensors after the layers (norm,
+head) from the last, as in mergekit. In a vision or audio model only the layers of the language model are sliced; its
+towers are taken from the first slice.
 """
 
 from __future__ import annotations
@@ -26,35 +27,39 @@ Tensors = Mapping[str, Stored]
 
 @dataclass(frozen=True, slots=True)
 class MergeGroup:
-    """One tensor of the output."""
+    """One output tensor, the tensors that are merged into it, and the parameters of the merge."""
 
     name: str
     slice_: LayerSlice
-    rows: tuple[tuple[LayersOfModel, Stored], ...]  # what each part of the slice gives
-    # shared, own: parameters, by name and part
-    shared: Mapping[str, Value | None]
-    own: Mapping[str, tuple[Value | None, ...]]
+    rows: tuple[tuple[LayersOfModel, Stored], ...]  # the tensor of each part of the slice
+    shared: Mapping[str, Value | None]  # parameters of the entire merge, by name
+    own: Mapping[str, tuple[Value | None, ...]]  # parameters of single models, by name: a value for each part
 
 
 def layer_of(name: str) -> tuple[str, int, str] | None:
-    """("model.layers.", 3, "mlp.up_proj.weight") of a tensor of a layer."""
+    """The name of a layer's tensor in three parts, ("model.layers.", 3, "mlp.up_proj.weight"); None outside layers."""
     match = _LAYER.match(name)
     return (match[1], int(match[2]), name[match.end() :]) if match else None
 
 
 class Grouping:
-    """The groups of a job; faults collect in `faults` and `wrong`. models: tensors by name, by model. names: those of
-    the output where it is not sliced, in order."""
+    """Builds the groups of a job, and collects errors in the tensors in `faults`, in the parameters in `wrong`.
+
+    Args:
+        models: model path -> tensors by name.
+        names: the names of the output in order, used only if it is not sliced.
+    """
 
     def __init__(self, job: MergeJob, models: Mapping[str, Tensors], names: Sequence[str]) -> None:
         self._job = job
         self._models = models
         self._names = names
-        self.faults: dict[str, None] = {}
-        self.wrong: dict[str, None] = {}  # faults of parameters
-        self.layers: list[tuple[str, int]] | None = None  # of a sliced output: (first model, its layer)
+        self.faults: dict[str, None] = {}  # dicts serve as ordered sets
+        self.wrong: dict[str, None] = {}
+        self.layers: list[tuple[str, int]] | None = None  # for each layer of a sliced output: (first model, its layer)
 
     def groups(self) -> list[MergeGroup]:
+        """The groups in the order of the output's tensors, without those that have an error."""
         groups = self._group_slices() if self._job.sliced else self._whole()
         return [group for group in groups if group is not None]
 
@@ -102,6 +107,7 @@ class Grouping:
         with_towers = len(stacks) > 1
 
         def comes_first(name: str) -> bool:
+            """Does a tensor outside the layers precede them in the output (embeddings, towers)?"""
             is_of_tower = with_towers and not name.startswith(own_prefix) and "lm_head" not in name
             return is_of_tower or _BEFORE.search(name) is not None
 
@@ -119,7 +125,7 @@ class Grouping:
             if any(end - start != count for start, end in ranges):
                 self._fault(f"the models of a slice have ranges of different lengths: {ranges}")
                 continue
-            if beyond:  # a range may end anywhere: nothing of it is counted out
+            if beyond:  # the end of the range may be huge, so do not loop over it
                 continue
             for at in range(count):
                 t = at / (count - 1) if count > 1 else 1.0
@@ -135,7 +141,7 @@ class Grouping:
         return check_count(max(numbers, default=-1) + 1, len(numbers), f"layers by the tensors' names of {path}")
 
     def _inside(self, path: str, stack: str) -> dict[int, list[str]]:
-        """Layer -> the rests of its tensors' names."""
+        """Layer number -> the names of its tensors after the number."""
         names_of: dict[int, list[str]] = {}
         for name in self._models[path]:
             layer = layer_of(name)
@@ -152,7 +158,13 @@ class Grouping:
         number: int,
         t: float,
     ) -> Iterator[MergeGroup | None]:
-        """One layer of the output, the tensors in the order of the first model's. inside: of each model (`_inside`)."""
+        """The groups of one output layer, in the order of the first model.
+
+        Args:
+            inside: `_inside` of each model.
+            inputs: the layer number in each model.
+            number: the layer number in the output.
+        """
         rests: dict[str, None] = {}
         for part, index in zip(slice_.parts, inputs, strict=True):
             rests.update(dict.fromkeys(inside[part.model].get(index, ())))
@@ -162,7 +174,7 @@ class Grouping:
     # -- one tensor ----------------------------------------------------------------------------------------------------
 
     def _group(self, name: str, slice_: LayerSlice, inputs: Sequence[str], t: float) -> MergeGroup | None:
-        """The group of one tensor; None where a model lacks it or a shape differs, which is a fault."""
+        """The group of one tensor; None, after recording an error, if a model lacks it or shapes differ."""
         rows = []
         sound = True
         for part, input_tensor in zip(slice_.parts, inputs, strict=True):

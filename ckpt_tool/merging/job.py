@@ -1,4 +1,4 @@
-"""A merge as a Job, whether it comes from options or from a mergekit config (`merging.mergekit`).
+"""A merge as a MergeJob, made from command line options here or from a mergekit config in `merging.mergekit`.
 
     job_of(MergeOptions("ties", base="llama", density=(0.5,), weights=(0.3, 0.7)), ["math", "code"])
 
@@ -6,17 +6,17 @@
 
     e_0 = x_0,  e_k = d e_(k-1) + (1 - d) x_k     so the weights are  d^n, (1 - d) d^(n-1), ..., (1 - d)
 
-Settings of a merge: one value, a list that runs over the layers, or values for tensors whose names hold a text.
+The setting of a parameter is one value, a list over the layers (a gradient), or values for certain tensor names:
 
     weight: 0.3                                         every tensor
     weight: [0, 0.5, 1]                                 0 in the first layer, 0.5 in the middle, 1 in the last
-    weight: [{filter: self_attn, value: [0, 1]}, {value: 0.5}]      the first that fits; `filter` is a part of the name
+    weight: [{filter: self_attn, value: [0, 1]}, {value: 0.5}]      the first match; `filter` is a part of the name
 
-The layer's place t goes from 0 to 1 over the layers of its slice (1 where there is one layer, 0 outside the layers),
-between two values of a list it is interpolated; of flags the list's element at int(t * (n - 1)) is taken. The first of
-the model's, the slice's and the config's own settings that gives a value counts. All as mergekit 0.1.5 `config.py
-evaluate_setting` and `parameter_resolver.py` have it; but a name that no parameter has, or a setting that can have no
-effect, is an error here.
+The position t of a layer goes from 0 to 1 over the layers of its slice (1 if there is only one layer, 0 for tensors
+outside the layers). Between two values of a list numbers are interpolated; of flags the element int(t * (n - 1)) is
+taken. Settings of the model take precedence over those of the slice, and these over those of the config. All this
+follows mergekit 0.1.5 (`config.py evaluate_setting`, `parameter_resolver.py`), except that an unknown parameter, or a
+setting that can have no effect, is an error here.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from ckpt_tool.merging.options import AVERAGE, EMA, MergeOptions
 from ckpt_tool.merging.schedules import EXPONENTIAL, UNIFORM, weights_of
 from ckpt_tool.sources.steps import step_of
 
-_NEAR_MISSES = 6  # hints by likeness: each costs a look at all names
-LARGEST = 3.4028234663852886e38  # of fp32
+_NEAR_MISSES = 6  # "did you mean" hints at most, since each compares a text with all names
+LARGEST = 3.4028234663852886e38  # the largest finite fp32
 Value = float | bool
 Gradient = tuple[Value, ...]
 
 
 class CaseValue(NamedTuple):
-    """values: one, or a list over the layers. filter: the text in the names that it is for, "" for all."""
+    """The value of a parameter for the tensors whose names contain `filter`."""
 
-    values: Gradient
-    filter: str = ""
+    values: Gradient  # one value, or a list over the layers
+    filter: str = ""  # "" and "*" match every name
 
 
 Setting = tuple[CaseValue, ...]
@@ -50,48 +50,53 @@ Settings = Mapping[str, Setting]
 
 @dataclass(frozen=True, slots=True)
 class LayersOfModel:
-    """A model in a slice."""
+    """One model of a slice, and which of its layers are merged there."""
 
     model: str
     settings: Settings = field(default_factory=dict)
-    layers: tuple[int, int] | None = None  # [first, last) of its own, None for all
+    layers: tuple[int, int] | None = None  # [first, last) in the numbering of this model, None for all
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSlice:
-    """Layers of the output that are made of the same models."""
+    """Consecutive layers of the output that are merged from the same models."""
 
     parts: tuple[LayersOfModel, ...]
     settings: Settings = field(default_factory=dict)
-    base: str | None = None  # where it is another than the job's
+    base: str | None = None  # the base model of this slice, if it differs from the job's
 
 
 @dataclass(frozen=True, slots=True)
 class MergeJob:
-    """A merge, as asked for."""
+    """The complete description of a merge, before any model is opened."""
 
     method: Method
     slices: tuple[LayerSlice, ...]
     base: str | None = None
     settings: Settings = field(default_factory=dict)
-    sliced: bool = False  # the slices' layers are laid end to end; otherwise the one slice is whole models
-    dtype: str | None = None  # what is written, None for what the models have
+    sliced: bool = False  # True: the layers of the slices are concatenated; False: one slice of complete models
+    dtype: str | None = None  # the dtype of the output, None for that of the models
     seed: int = 0
-    any_tokenizer: bool = False  # different tokenizers were allowed in words
+    any_tokenizer: bool = False  # the user explicitly allowed different tokenizers
     notes: tuple[str, ...] = ()
-    called: str = ""  # the method as it was asked for, where it is another's name: `average` is a `linear`
-    newest: str | None = None  # of an average over steps, the model whose counters, extras and config the output takes
+    called: str = ""  # the requested method, if it is an alias: `average` and `ema` are `linear`
+    newest: str | None = None  # of an average over steps: the model whose counters, extras and config the output takes
 
     @property
     def method_typed(self) -> str:
+        """The method's name as the user typed it, for messages."""
         return self.called or self.method.name
 
     def base_of(self, slice_: LayerSlice) -> str | None:
+        """The base model of a slice: its own, else the job's."""
         return slice_.base or self.base
 
     def models(self) -> tuple[str, ...]:
-        """Every model once; the one whose config and tokenizer the output takes comes first: the base, of an
-        average the newest, else the first."""
+        """The paths of all models, each once.
+
+        The model whose config and tokenizer the output takes comes first: the base, else the newest of an average, else
+        the first model.
+        """
         named = [part.model for slice_ in self.slices for part in slice_.parts]
         stated_bases = [self.base, *(slice_.base for slice_ in self.slices)]
         bases = [base for base in stated_bases if base]
@@ -100,24 +105,27 @@ class MergeJob:
 
 
 class ParameterPlace(NamedTuple):
-    """Where a parameter is asked for: the tensor's name, and t."""
+    """The tensor for which a parameter is evaluated: its name, and the position t of its layer in [0, 1]."""
 
     name: str
     t: float
 
 
 def setting(*values: Value) -> Setting:
-    """A setting of one value, or of a list over the layers."""
+    """A setting without filters: one value, or a list over the layers."""
     return (CaseValue(values),)
 
 
 def value_of(
     job: MergeJob, slice_: LayerSlice, part: LayersOfModel | None, name: str, place: ParameterPlace
 ) -> Value | None:
-    """The value of parameter `name` for a tensor, None where the parameter is optional and not given.
+    """The value of parameter `name` for a tensor; None if the parameter is optional and was not given.
 
-    part: the model it is asked for, None for what is one for the merge. Raises ValueError, in words: not given, out of
-    its bounds.
+    Args:
+        part: the model whose parameter it is, None for a parameter of the entire merge.
+
+    Raises:
+        ValueError: the parameter is required and missing, or out of bounds. Its text is shown to the user.
     """
     parameter = job.method.parameters[name]
     scopes = (*([part.settings] if part else []), slice_.settings, job.settings)
@@ -164,8 +172,11 @@ def _check_value(name: str, parameter: MethodParameter, value: Value) -> Value:
 def find_misplaced_settings(
     job: MergeJob, slice_: LayerSlice, settings: Settings, part: LayersOfModel | None
 ) -> list[str]:
-    """What settings say that can have no effect, one line each. part: whose they are, None for a slice's or the
-    job's."""
+    """Settings that are invalid or can have no effect, one line each.
+
+    Args:
+        part: the model to which the settings belong, None for those of a slice or the job.
+    """
     faults = []
     for name in settings:
         parameter = job.method.parameters.get(name)
@@ -184,7 +195,7 @@ def find_misplaced_settings(
 
 
 def idle_filters(job: MergeJob, names: Sequence[str]) -> list[str]:
-    """Filters that are in none of the `names`, one line each: most often a slip, and the value is never used."""
+    """Filters that match none of the `names`, one line each: usually a typo, and the value would never be used."""
     scopes = [
         job.settings,
         *(each.settings for each in job.slices),
@@ -220,7 +231,7 @@ def _out_of_bounds(name: str, parameter: MethodParameter, setting: Setting) -> I
 
 
 def contract_faults(job: MergeJob) -> list[str]:
-    """What is wrong with the number of models and the base of each slice, one line each."""
+    """Errors in the number of models and in the base of each slice, one line each."""
     method = job.method
     faults = []
     for number, slice_ in enumerate(job.slices, 1):
@@ -255,7 +266,7 @@ def _twice(models: Sequence[Any]) -> Any:
 
 
 def all_faults(job: MergeJob) -> list[str]:
-    """All faults of a job that are known before a model is opened, one line each."""
+    """All errors of a job that are known before a model is opened, one line each."""
     faults = contract_faults(job)
     for slice_ in job.slices:
         faults += find_misplaced_settings(job, slice_, slice_.settings, None)
@@ -269,7 +280,14 @@ def all_faults(job: MergeJob) -> list[str]:
 
 
 def job_of(options: MergeOptions, sources: Sequence[str]) -> MergeJob:
-    """The job. sources: as given, in their order. Raises UsageError E1442 with every fault."""
+    """The job that command line options describe.
+
+    Args:
+        sources: paths of the models in the order of the command line.
+
+    Raises:
+        UsageError: E1442, with every error of the options.
+    """
     averages = options.name in (AVERAGE, EMA)
     method = METHODS["linear" if averages else options.name]
     faults = list[str]()
@@ -336,8 +354,12 @@ def _settle_models(
     given: Mapping[str, tuple[float, ...]],
     faults: list[str],
 ) -> tuple[LayersOfModel, ...]:
-    """The models with the settings of their own. tasks: the models but the base. given: parameter -> its values on the
-    command line, one of each task, or one for all."""
+    """The models with their own settings.
+
+    Args:
+        tasks: the models without the base.
+        given: parameter -> its values on the command line, one for each task, or one for all.
+    """
     by_parameter: dict[str, list[Setting]] = {}
     for name, values in given.items():
         if values and name in method.parameters:
@@ -398,7 +420,7 @@ def _compute_schedule(options: MergeOptions, count: int, faults: list[str]) -> t
 
 
 def _idle(options: MergeOptions, method: Method) -> list[str]:
-    """Options that the method has and that change nothing here, one line each."""
+    """Options that the method has but that would change nothing here, one line each."""
     faults = (
         [f"--seed: {options.name} leaves nothing to chance"]
         if options.seed is not None and not method.by_chance
@@ -425,12 +447,12 @@ def _notes(options: MergeOptions, method: Method) -> tuple[str, ...]:
 
 
 def last_of(folder: str, names: Sequence[str], count: int) -> list[str]:
-    """The last `count` checkpoints of a folder in the order of training. names: what is in it.
+    """The last `count` checkpoints of a folder in the order of training. names: the names in the folder.
 
     >>> last_of("run", ["checkpoint-90", "checkpoint-100", "logs", "checkpoint-80"], 2)
     ['run/checkpoint-90', 'run/checkpoint-100']
 
-    Raises UsageError E1450 where there are fewer, or of two kinds.
+    Raises UsageError E1450 if there are fewer, or if their names are of two kinds, such as `step-N` and `epoch-N`.
     """
     steps = _numbered_steps(names)
     kinds = {name.rstrip("0123456789") for name in steps}
@@ -456,12 +478,12 @@ def last_of(folder: str, names: Sequence[str], count: int) -> list[str]:
 
 
 def steps_of(folder: str, names: Sequence[str], wanted: Sequence[str]) -> list[str]:
-    """The wanted checkpoints of a folder in the order of training. wanted: numbers of steps, or their names.
+    """The requested checkpoints of a folder in the order of training. wanted: numbers of steps, or their names.
 
     >>> steps_of("run", ["step-30", "step-10", "step-20"], ["30", "step-10"])
     ['run/step-10', 'run/step-30']
 
-    Raises UsageError E1450 for steps that are not there, or numbers that two of them have.
+    Raises UsageError E1450 for steps that do not exist, and for numbers that two of them have.
     """
     steps = _numbered_steps(names)
     by_word: dict[str, list[str]] = {name: [name] for name in steps}
@@ -486,6 +508,6 @@ def steps_of(folder: str, names: Sequence[str], wanted: Sequence[str]) -> list[s
 
 
 def _numbered_steps(names: Sequence[str]) -> list[str]:
-    """The names that are steps' and end with their number, in the order of training."""
+    """The names of steps that end with their number, in the order of training."""
     steps = [step for step in map(step_of, names) if step is not None and step.name[-1].isdigit()]
     return [step.name for step in sorted(steps, key=lambda step: (step.order, step.name))]

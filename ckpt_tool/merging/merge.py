@@ -1,13 +1,15 @@
-"""The merge itself: models opened and compared, groups of tensors, computed tensors in their place, written as any
-other.
+"""Arithmetic merges of models: from a MergeJob to a checkpoint.
 
     ckpt merge A B OUT --method slerp --t 0.3          ckpt merge OUT --config merge.yaml
 
-Before a byte moves, every reason why it can't be made is reported at once: architectures, tokenizers, tensors that one
-model lacks, shapes, dtypes, parameters. The output has the config, tokenizer and other side files of the base, or of
-the first model; its format, dialect and degrees are that model's too, unless `--to` and the rest say otherwise.
+The steps: the models are opened and compared (`merging.models`), their tensors are grouped by tensor of the output
+(`merging.groups`), each group becomes a recipe that computes the merged tensor (`merging.averages`,
+`merging.task_vectors`), and the result is written as any other checkpoint (`conversion.writing`).
 
-A group of tensors and the parameters there, as the recipe that computes the merged tensor.
+Before any data is written, every reason why the merge is impossible is reported at once: architectures, tokenizers,
+tensors that one model lacks, shapes, dtypes, parameters. The output takes the config, tokenizer and other side files of
+the base, or of the first model if there is no base; also its format, dialect and parallel degrees, unless options such
+as `--to` change them.
 """
 
 from __future__ import annotations
@@ -46,14 +48,19 @@ if TYPE_CHECKING:
 
 NUMBERS = "E1449"
 _NO_OPTIMIZER = "a merge has no optimizer"
-# Tensors that have a row for each token.
+# Tensors with a row for each token of the vocabulary.
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight", "wte.weight", "word_embeddings.weight", "output_layer.weight")
-_COMPUTED = ("F32", "BF16", "F16")  # dtypes that are merged; fp64 would lose bits, integers and fp8 are no weights
+# The dtypes that can be merged. Arithmetic is fp32, so fp64 would lose bits; integers and fp8 codes are no weights.
+_COMPUTED = ("F32", "BF16", "F16")
 
 
 def merge_models(job: MergeJob, dst: str, reading: Reading, writing: Writing, progress: Progress) -> dict[str, Any]:
-    """Carry the job out. Returns the writers' document. Raises UsageError, InputError E1446-E1449, and what writing
-    raises."""
+    """Execute the merge and return the document of the written checkpoint.
+
+    Raises:
+        UsageError: options that contradict the merge.
+        InputError: E1446 to E1449 for models that can't be merged, and what writing raises.
+    """
     option = f"merge --method {job.method_typed}"
     refuse_saved_plan(writing, option)
     unsupported = [state for state in writing.states if state not in ("model", "all", "extras")]
@@ -87,7 +94,7 @@ def _grows(model: MergedModel, size: int) -> bool:
     )
 
 
-# -- what becomes of each tensor ---------------------------------------------------------------------------------------
+# -- the source of each output tensor ----------------------------------------------------------------------------------
 
 
 def _choose_merged(
@@ -143,7 +150,12 @@ def _choose_merged(
 def _groups(
     job: MergeJob, models: Sequence[MergedModel], writing: Writing
 ) -> tuple[list[MergeGroup], tuple[LogicalTensor, ...], list[tuple[str, int]] | None]:
-    """(what the output is made of, what the key patterns took, where the layers of a sliced output come from)."""
+    """The groups of the output, the tensors that key patterns removed, and the origin of each layer of a sliced output.
+
+    Raises:
+        InconsistentCheckpoint: E1447, tensors that are missing or differ in shape, or dtypes that can't be merged.
+        UsageError: E1441, invalid parameters.
+    """
     tensors_of = {model.path: model.tensors for model in models}
     names = list(dict.fromkeys(chain.from_iterable(tensors_of.values())))
     grouping = Grouping(job, tensors_of, names if job.sliced else _split_kept(names, writing)[0])
@@ -180,7 +192,7 @@ def _groups(
 
 
 def _how_to_make_alike(held: Mapping[str, Mapping[str, Stored]], fault: str) -> str:
-    """What helps against the first fault. held: the tensors of each model."""
+    """The hint for the first error. held: the tensors of each model."""
     name, _, fault_text = fault.partition(": ")
     if "is not merged" in fault_text:
         return (
@@ -213,7 +225,7 @@ def _how_to_make_alike(held: Mapping[str, Mapping[str, Stored]], fault: str) -> 
 
 
 def _shared_prefix(names: Iterable[str]) -> str:
-    """The first step of names, where most of them have it: `bert.` of a model with a head."""
+    """The first component that more than half of the names share, such as `bert.` of a model with a head; else ""."""
     steps = Counter(name.partition(".")[0] for name in names)
     if not steps:
         return ""
@@ -243,7 +255,7 @@ def _dtype_fault(group: MergeGroup) -> str:
 
 
 def _dtype(group: MergeGroup, models: Sequence[MergedModel]) -> DType | None:
-    """What the merged tensor is written as: the dtype that all have, else fp32; None for what is no float."""
+    """The dtype of the merged tensor: the common one, fp32 if the models' dtypes differ; None for non-float tensors."""
     casts = {model.path: model.chosen.casts for model in models}
     dtypes = {casts[part.model].get(row.tensor.key, row.tensor.dtype).name for part, row in group.rows}
     if not any(DTYPES[name].is_float for name in dtypes):
@@ -252,7 +264,10 @@ def _dtype(group: MergeGroup, models: Sequence[MergedModel]) -> DType | None:
 
 
 def _check_numbers(groups: Sequence[MergeGroup], models: Sequence[MergedModel]) -> None:
-    """Raise InconsistentCheckpoint E1449 for tensors of integers that differ: they have no mean. Reads them."""
+    """Raise InconsistentCheckpoint E1449 for integer tensors that differ, since they can't be averaged.
+
+    The values of these tensors are read for the comparison.
+    """
     from ckpt_tool.run.scan import digests_of
 
     sources_of = {model.path: model.chosen.sources for model in models}
@@ -278,7 +293,7 @@ def _check_numbers(groups: Sequence[MergeGroup], models: Sequence[MergedModel]) 
 
 
 def _describe_dropped(models: Sequence[MergedModel], gone: Sequence[str]) -> tuple[dict[str, Any], ...]:
-    """What of the models is left out, for the report: in one entry what several models leave out for one reason."""
+    """The dropped parts of the models, for the report; parts that several models drop for one reason share an entry."""
     alike: dict[tuple[str, str], list[tuple[str, dict[str, Any]]]] = {}
     for model in models:
         for entry in model.chosen.dropped:
@@ -309,11 +324,11 @@ def _describe_dropped(models: Sequence[MergedModel], gone: Sequence[str]) -> tup
 # -- a group as the recipe that computes the tensor --------------------------------------------------------------------
 
 
-LEAST_TOTAL = 1e-6  # nuslerp: weights whose sum is smaller count as equal (mergekit 0.1.5 `nuslerp.py`)
+LEAST_TOTAL = 1e-6  # nuslerp treats weights with a smaller sum as equal (mergekit 0.1.5 `nuslerp.py`)
 
 
 def parameter_faults(job: MergeJob, group: MergeGroup) -> list[str]:
-    """What is wrong with a group's parameters taken together, one line each."""
+    """Errors in the combination of a group's parameters, one line each."""
     faults = []
     weights = _drop_missing(group.own.get("weight", ()))
     total = _single_sum(weights)
@@ -331,12 +346,12 @@ def parameter_faults(job: MergeJob, group: MergeGroup) -> list[str]:
 
 
 def is_copied(job: MergeJob, group: MergeGroup) -> bool:
-    """Is the tensor the first model's, as it is?"""
+    """Is the tensor copied unchanged from the first model?"""
     return job.method.name == "passthrough" and group.own["scale"][0] is None
 
 
 def recipe_of(job: MergeJob, group: MergeGroup, inputs: Sequence[Input]) -> Recipe:
-    """What computes the group's tensor. inputs: of the group's rows, in their order."""
+    """The recipe that computes the group's tensor. inputs: one for each of the group's rows, in the same order."""
     from ckpt_tool.merging.averages import Linear, ModelStock, NuSlerp, Slerp
 
     method = job.method
@@ -362,7 +377,7 @@ def recipe_of(job: MergeJob, group: MergeGroup, inputs: Sequence[Input]) -> Reci
         case "slerp":
             return Slerp(key, shape, (*base_inputs, *other_inputs), text, float(group.shared["t"] or 0))
         case "nuslerp":
-            along = None  # the axis of the vectors that are turned; None: a tensor is one vector
+            along = None  # the axis along which vectors are interpolated; None: the tensor is one vector
             if len(shape) > 1 and not group.shared["nuslerp_flatten"]:
                 along = 0 if group.shared["nuslerp_row_wise"] else -1
             return NuSlerp(
@@ -398,7 +413,7 @@ def _build_task_vectors(job: MergeJob, group: MergeGroup, inputs: tuple[Input, .
 
 
 def _trim(job: MergeJob, group: MergeGroup, number: int) -> Trim | None:
-    """How model `number`, the base not counted, is trimmed."""
+    """How the task vector of model `number` (not counting the base) is trimmed, None if it is not."""
     from ckpt_tool.merging.task_vectors import Trim, stream
 
     kind: Any = job.method.trim
@@ -415,7 +430,7 @@ def _trim(job: MergeJob, group: MergeGroup, number: int) -> Trim | None:
 
 
 def _single_sum(weights: Sequence[float]) -> float:
-    """The size of their sum as fp32 has it, inf beyond."""
+    """The magnitude of the sum of the weights in fp32 arithmetic, inf if it overflows."""
     total = 0.0
     try:
         for weight in weights:
@@ -426,11 +441,11 @@ def _single_sum(weights: Sequence[float]) -> float:
 
 
 def _share(weights: Sequence[float]) -> float:
-    """t of nuslerp: where between two models the weights point."""
+    """The parameter t of nuslerp for two weights: the share of the second model."""
     total = sum(weights)
     return 0.5 if abs(total) < LEAST_TOTAL else weights[1] / total
 
 
 def _drop_missing(values: Sequence[float | bool | None]) -> list[float]:
-    """The values of the models that have one: all, or all but the base."""
+    """The values without None, which the base has for parameters of task vectors."""
     return [float(value) for value in values if value is not None]

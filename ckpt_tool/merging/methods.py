@@ -1,7 +1,7 @@
 """The methods of merging: how many models each takes, whether one of them is the base, and its parameters.
 
-Names and defaults are mergekit's (0.1.5 `merge_methods/`), with `-` where it writes `_`; `weight` has no default there,
-and is 1 here where the command line says nothing.
+Names and defaults are those of mergekit 0.1.5 (`merge_methods/`), with `-` in place of `_`. `weight` has no default in
+mergekit; on the command line it is 1 if it is not given.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ class MethodParameter(NamedTuple):
     """One parameter of a merge method."""
 
     scope: Scope
-    default: float | bool | None  # None where the parameter must be given
+    default: float | bool | None  # None if the parameter must be given
     kind: Literal["number", "flag"] = "number"
     low: float = float("-inf")  # the bounds of a number, both included unless `above`
     high: float = float("inf")  # the bounds of a number, both included unless `above`
-    above: bool = False  # low itself is out
-    optional: bool = False  # None is a value: nothing
+    above: bool = False  # the lower bound itself is excluded
+    optional: bool = False  # the parameter need not be given although it has no default
 
 
 class Method(NamedTuple):
@@ -40,10 +40,12 @@ class Method(NamedTuple):
 
     @property
     def of_task_vectors(self) -> bool:
+        """Does it merge differences from a base (`merging.task_vectors`)?"""
         return "lambda" in self.parameters
 
     @property
     def by_chance(self) -> bool:
+        """Does it drop elements at random, so that --seed has an effect?"""
         return self.trim in ("chance", "ranks")
 
 
@@ -89,12 +91,12 @@ _ALL = (
     Method("passthrough", "none", {"scale": MethodParameter("model", None, optional=True)}, 1, 1),
 )
 METHODS: Mapping[str, Method] = {method.name: method for method in _ALL}
-# Of mergekit 0.1.5, not of this build.
+# Methods of mergekit 0.1.5 that are not implemented here, for a better error message.
 FOREIGN = ("multislerp", "nearswap", "ram", "ramplus_tl", "sce", "arcee_fusion", "karcher")
 
 
 def method_of(name: str) -> Method:
-    """The method of that name, `_` or `-`. Raises UsageError E1440."""
+    """The method of that name, spelled with `_` or `-`. Raises UsageError E1440 for an unknown one."""
     method = METHODS.get(name.replace("_", "-"))
     if method is None:
         foreign = name.replace("-", "_") in FOREIGN

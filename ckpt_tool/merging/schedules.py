@@ -10,9 +10,9 @@ A decay curve s falls from s(0) = 1. It is sampled at x = i/n for checkpoint i o
 
     newest  c[n-1] = s((n-1)/n)      between  c[i] = s(i/n) - s((i+1)/n)      oldest  c[0] = 1 - all others
 
-so that averaged checkpoints stand for a run whose learning rate had decayed along the curve. Weights depend on the
-position of a checkpoint alone, and add up to 1. Source: Megatron-LM `tools/checkpoint/weighted_merge.py`, which has
-all but cosine; that one follows the same rule.
+so that the average approximates a run whose learning rate had decayed along the curve. The weights depend only on the
+position of a checkpoint and add up to 1. Source: Megatron-LM `tools/checkpoint/weighted_merge.py`, which has all of
+them except cosine; cosine follows the same rule.
 
     >>> [round(weight, 6) for weight in weights_of("minus-sqrt", 4)]
     [0.5, 0.207107, 0.158919, 0.133975]

@@ -1,33 +1,31 @@
-"""Merges of task vectors: what each model changed of its base, trimmed, weighed, agreed on and added to the base.
+"""Merges of task vectors: the difference of each model from the base is trimmed and weighted, then added to the base.
 
     base + lambda * sum_i w_i trim(x_i - base)          divided by the weights that count where `normalize`
 
-`task-arithmetic` trims nothing; `ties` keeps the largest of each tensor; `breadcrumbs` leaves out the very largest too;
-`dare` drops by chance; `della` by chance and rank. With `consensus` (ties, and what is called after it) an element
-counts only where its sign is that of the sum. Order and rounding are those of mergekit 0.1.5
-`generalized_task_arithmetic.py` and `sparsify.py` in fp32; sums of whole tensors (`rescale`) are fp64 here and fp32
-there, so a rescaled vector differs by a few units in the last place.
+`task-arithmetic` trims nothing; `ties` keeps the largest elements of each tensor; `breadcrumbs` also drops the very
+largest; `dare` drops elements at random; `della` drops them at random, with a probability by rank. With `consensus`
+(the methods with `ties` in their name, and della) an element counts only if its sign is that of the sum. Order and
+rounding are those of mergekit 0.1.5 `generalized_task_arithmetic.py` and `sparsify.py` in fp32; sums over entire
+tensors (`rescale`) are fp64 here and fp32 there, so a rescaled vector differs by a few units in the last place.
 
 Cost: `ties` and `breadcrumbs` read their inputs twice before the first element (`Selection`), `rescale` once.
 
-Masks by chance, the same whoever asks for which part of them: a counter-based generator.
-
+Random masks come from a counter-based generator, so that any part of a mask can be computed independently of the rest.
 Element k of a tensor draws the 32-bit number k of the stream of Philox 4x64 whose key is made of the seed, the model's
-number and the tensor's name. So a mask depends on nothing else: not on tiles, threads, formats or shards, nor on other
+number and the tensor's name. A mask depends on nothing else: not on tiles, threads, formats or shards, nor on other
 tensors.
 
     draws(stream(42, 0, "model.norm.weight"), 10, 20) == draws(stream(42, 0, "model.norm.weight"), 0, 20)[10:]
 
-An element of probability p is kept where its number is less than p * 2**32. mergekit draws from torch's one generator,
-tensor by tensor: the same law, other masks.
+An element with probability p is kept if its number is less than p * 2**32. mergekit draws from torch's global
+generator, tensor by tensor: the distribution is the same, the masks are not.
 
-Which elements of a task vector are the largest: exact k-th magnitudes in bounded memory.
-
-The magnitude of an fp32 is in the order of its lower 31 bits, so two counts find any rank exactly: how many elements
-have each upper half of those bits, then, in the half that holds the rank, how many have each lower half. All models are
-counted on one walk over their line. Of elements equal at the threshold those that come first are taken (mergekit 0.1.5
-leaves that to `torch.argsort`, which is not stable on processors with AVX2); only where not all of them are, a third
-walk finds the place up to which they are.
+The largest elements of a task vector are found by exact k-th magnitudes in bounded memory. Magnitudes of fp32 values
+are ordered as their lower 31 bits, so two histograms find any rank exactly: one of the upper half of those bits, then
+one of the lower half among the elements whose upper half contains the rank. All models are counted in one pass over
+their elements. Of elements equal to the threshold the first ones are taken (mergekit 0.1.5 leaves the choice to
+`torch.argsort`, which is not stable on processors with AVX2); only if not all of them are taken, a third pass finds the
+position up to which they are.
 
     [3, -1, 4, 1, -5], the largest 2: magnitudes from 4 on;   [1, 1, 1, 1], the largest 2: 1 on, before element 2
 """
@@ -45,12 +43,12 @@ from ckpt_tool.core.integers import ceil_div
 from ckpt_tool.merging.tiles import TILE, Doubles, Span, Tiled, WalkOutcome, floats, same, tiles
 from ckpt_tool.run.computed import Floats, Read
 
-LEAST_SUM = 1e-7  # sums of magnitudes below which nothing is rescaled
-LEAST_WEIGHT = 1e-8  # sums of weights that nothing is divided by
+LEAST_SUM = 1e-7  # a vector whose sum of magnitudes is smaller is not rescaled
+LEAST_WEIGHT = 1e-8  # results are not divided by a smaller sum of weights
 
 
 class Trim(NamedTuple):
-    """What of a task vector stays."""
+    """The rule by which elements of a task vector are kept."""
 
     # `largest`; `crumbs` (all but the `gamma` largest, then the largest); `chance`; `ranks` (by chance, density +-
     # epsilon by rank in the row of the last axis)
@@ -61,7 +59,7 @@ class Trim(NamedTuple):
     key: Stream = (0, 0)  # seeds the random numbers
 
     def asks(self, model: int, numel: int) -> list[Ask]:
-        """The order statistics that it takes."""
+        """The order statistics that this rule needs of model `model`, [] for random rules."""
         if self.density >= 1 or self.kind not in ("largest", "crumbs"):
             return []
         if self.kind == "largest":
@@ -74,13 +72,13 @@ class Trim(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TaskVectors(Tiled):
-    """Task vectors added to the base. The inputs are the base, then the models."""
+    """The recipe for task vectors added to the base. The inputs are the base, then the models."""
 
     weights: tuple[float, ...]  # one for each model
-    trims: tuple[Trim | None, ...]  # one for each model, None where its task vector is not trimmed
-    consensus: bool  # only elements of the sign of their sum count
-    normalize: bool
-    rescale: bool  # a trimmed vector is made as large again as it was, by the sums of the magnitudes
+    trims: tuple[Trim | None, ...]  # one for each model, None if its task vector is not trimmed
+    consensus: bool  # only elements with the sign of their sum count
+    normalize: bool  # divide by the sum of the weights that count
+    rescale: bool  # scale a trimmed vector so that the sum of its magnitudes is what it was before
     factor: float = 1.0  # lambda
     selection: Selection = field(init=False)
     sums: WalkOutcome[Doubles, Doubles, Doubles] = field(init=False)
@@ -99,7 +97,7 @@ class TaskVectors(Tiled):
         return floats(read(model + 1, low, high)) - base
 
     def _flags(self, model: int, cuts: Sequence[MagnitudeCut], delta: Floats, low: int) -> Flags | None:
-        """Which elements of a tile stay, None for all."""
+        """A mask of the elements of a tile that are kept, None for all."""
         trim = self.trims[model]
         if trim is None or trim.density >= 1:
             return None
@@ -114,7 +112,7 @@ class TaskVectors(Tiled):
         return self._crumbs(trim, cuts, bits, low)
 
     def _crumbs(self, trim: Trim, cuts: Sequence[MagnitudeCut], bits: Bits, low: int) -> Flags:
-        """Those among the smallest `bottom + left` and not among the smallest `bottom`."""
+        """A mask of the elements among the smallest `bottom + remaining` but not among the smallest `bottom`."""
         remaining = int(trim.density * self.numel)
         top = int(trim.gamma * self.numel)
         bottom = max(0, self.numel - remaining - top)
@@ -129,7 +127,7 @@ class TaskVectors(Tiled):
     def _trim(
         self, read: Read, cuts: Sequence[Sequence[MagnitudeCut]], low: int, high: int
     ) -> Iterator[tuple[Floats, Floats]]:
-        """Each model's (task vector, what of it stays)."""
+        """Yield (task vector, trimmed task vector) for each model, for one tile."""
         base = floats(read(0, low, high))
         for model in range(len(self.trims)):
             delta = self._delta(read, model, base, low, high)
@@ -152,7 +150,7 @@ class TaskVectors(Tiled):
         return cuts_of
 
     def _factors(self, read: Read, cuts: Sequence[Sequence[MagnitudeCut]]) -> list[np.float32 | None]:
-        """What each trimmed vector is multiplied with, None for nothing."""
+        """The factor of each trimmed vector for `rescale`, None for vectors that are not rescaled."""
         if not self.rescale or all(trim is None or trim.density >= 1 for trim in self.trims):
             return [None] * len(self.trims)
 
@@ -176,6 +174,7 @@ class TaskVectors(Tiled):
     # -- merging ------------------------------------------------------------------------------------------------------
 
     def tile(self, read: Read) -> Span:
+        """See `Tiled.tile`. Thresholds and factors of the entire tensor are computed before the first tile."""
         cuts = self._cuts(read)
         factors = self._factors(read, cuts)
         weights = [np.float32(weight) for weight in self.weights]
@@ -203,7 +202,7 @@ class TaskVectors(Tiled):
         return total
 
     def _sum_agreeing(self, parts: Sequence[Floats], weights: Sequence[np.float32]) -> Floats:
-        """The sum of what has the sign of the whole sum; a sum of zero counts as positive."""
+        """The sum of the elements that have the sign of the total; a total of zero counts as positive."""
         total: Floats = np.zeros(parts[0].shape, np.float32)
         for part in parts:
             total += part
@@ -221,22 +220,22 @@ class TaskVectors(Tiled):
         return mixed
 
 
-# -- masks by chance ---------------------------------------------------------------------------------------------------
+# -- random masks ------------------------------------------------------------------------------------------------------
 
 
-Stream = tuple[int, int]
-_BLOCK = 8  # 32-bit numbers a step of the counter
+Stream = tuple[int, int]  # the key of a Philox generator
+_BLOCK = 8  # 32-bit numbers per step of the counter: Philox 4x64 makes four 64-bit numbers
 _ALL = 1 << 32
 
 
 def stream(seed: int, model: int, name: str) -> Stream:
-    """The key of a tensor's numbers: 128 bits of a hash."""
+    """The Philox key of the random numbers for one tensor of one model: 128 bits of a hash."""
     digest = blake2b(f"{seed}\0{model}\0{name}".encode(), digest_size=16).digest()
     return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
 
 
 def draws(key: Stream, low: int, high: int) -> Bits:
-    """The numbers of elements [low, high), each of 32 uniform bits."""
+    """The random numbers of elements [low, high), each of 32 uniform bits."""
     first_block = low // _BLOCK
     last_block = ceil_div(high, _BLOCK)
     generator = np.random.Philox(key=np.array(key, np.uint64), counter=np.array([first_block, 0, 0, 0], np.uint64))
@@ -245,16 +244,19 @@ def draws(key: Stream, low: int, high: int) -> Bits:
 
 
 def draw_kept(numbers: Bits, probability: float) -> Flags:
-    """Which elements stay, each with the same probability."""
+    """A mask of the elements that are kept, each with the same probability."""
     limit = round(probability * _ALL)
     return numbers < np.uint32(limit) if limit < _ALL else np.ones(numbers.shape, np.bool_)
 
 
 def kept_by_rank(numbers: Bits, magnitudes: Bits, columns: int, density: float, epsilon: float) -> Flags:
-    """Which elements stay where a row's larger ones are likelier: density - epsilon for its smallest, density + epsilon
-    for its largest, evenly between them by rank (DELLA's MAGPRUNE). Rows of one element: `density`.
+    """A mask of the elements that are kept, with a probability by rank within a row (MAGPRUNE of DELLA).
 
-    numbers, magnitudes: of whole rows of `columns` elements. Equal magnitudes rank by their order in the row.
+    The probability is density - epsilon for the smallest element of a row, density + epsilon for the largest, and
+    linear in the rank between them. In rows of one element it is `density`. Equal magnitudes rank by their position.
+
+    Args:
+        numbers, magnitudes: those of complete rows of `columns` elements.
     """
     if columns < 2:
         return draw_kept(numbers, density)
@@ -279,11 +281,11 @@ Flags = np.ndarray[Any, np.dtype[np.bool_]]
 Deltas = Callable[[int, int], Iterator[Floats]]  # elements [low, high) of each model's task vector
 _HALF = 16
 _LOW = 1 << 16
-_TOP = 1 << 15  # upper halves of 31 bits
+_TOP = 1 << 15  # number of upper halves: the sign bit of fp32 is masked out, which leaves 31 bits
 
 
 class Ask(NamedTuple):
-    """The `taken` largest elements of model number `model`, or its smallest. 0 < taken < numel."""
+    """A request for the `taken` largest or smallest elements of model number `model`. 0 < taken < numel."""
 
     model: int
     taken: int
@@ -291,14 +293,14 @@ class Ask(NamedTuple):
 
 
 class MagnitudeCut(NamedTuple):
-    """What an Ask found: magnitudes beyond `bits`, and those that are it before element `until` of the line."""
+    """The answer to an Ask: the threshold `bits`, and the end `until` of the elements equal to it that are taken."""
 
     bits: int
     until: int
-    largest: bool
+    largest: bool  # True: larger magnitudes are taken too; False: smaller ones
 
     def flags(self, magnitudes: Bits, low: int) -> Flags:
-        """Which elements are taken. magnitudes: of elements [low, ...)."""
+        """A mask of the elements that are taken. magnitudes: those of elements [low, ...)."""
         bits = np.uint32(self.bits)
         beyond: Flags = magnitudes > bits if self.largest else magnitudes < bits
         if self.until <= low:
@@ -311,26 +313,26 @@ class MagnitudeCut(NamedTuple):
 
 
 def magnitudes_of(values: Floats) -> Bits:
-    """Unsigned integers in the order of the magnitudes; NaN is beyond all."""
+    """The bits of fp32 values without the sign: unsigned integers in the order of the magnitudes, NaN above all."""
     return values.view(np.uint32) & np.uint32(0x7FFFFFFF)
 
 
 class Threshold(NamedTuple):
-    """Magnitude bits; how many elements of them are taken, and how many there are."""
+    """The magnitude at which a selection ends."""
 
     bits: int
-    taken: int
-    equal: int
+    taken: int  # how many of the elements equal to it are taken
+    equal: int  # how many elements are equal to it
 
 
 class Selection:
-    """What some Asks about one tensor find, found once."""
+    """Computes the MagnitudeCuts for some Asks about one tensor, once for all threads."""
 
     def __init__(self, numel: int, asks: Sequence[Ask]) -> None:
         self._numel = numel
         self._asks = tuple(asks)
         self._models = tuple(dict.fromkeys(ask.model for ask in asks))
-        none: Counts = np.zeros((1, 1), np.int64)  # counts are added to it whatever their number
+        none: Counts = np.zeros((1, 1), np.int64)  # broadcasts against counts of any shape
         nowhere: Counts = np.zeros((0, len(self._asks)), np.int64)
         self._upper: WalkOutcome[Counts, Counts, list[tuple[int, int]]] = WalkOutcome(numel, none, np.add)
         self._lower: WalkOutcome[Counts, Counts, list[Threshold]] = WalkOutcome(numel, none, np.add)
@@ -338,9 +340,13 @@ class Selection:
         self._cuts: tuple[MagnitudeCut, ...] | None = None
 
     def cuts(self, deltas: Deltas) -> tuple[MagnitudeCut, ...]:
-        """A Cut for each Ask. deltas: of this thread; gives the task vectors of all models that are asked about, in the
-        order in which they are first asked about."""
-        if self._cuts is None:  # threads that find them at once find the same
+        """A MagnitudeCut for each Ask.
+
+        Args:
+            deltas: the reader of the calling thread. It returns the task vectors of the models in the Asks, in the
+                order in which these first appear there.
+        """
+        if self._cuts is None:  # several threads may compute this at once; they get equal results
             self._cuts = self._find_cuts(deltas) if self._asks else ()
         return self._cuts
 
@@ -357,7 +363,7 @@ class Selection:
         )
 
     def _halves(self, counts: Counts) -> list[tuple[int, int]]:
-        """The upper half of each Ask's threshold, and how many elements have smaller ones."""
+        """For each Ask, the upper half of its threshold, and how many elements have a smaller upper half."""
         return [self._place(counts[self._models.index(ask.model)], self._rank(ask)) for ask in self._asks]
 
     def _thresholds(self, lower: Counts, halves: Sequence[tuple[int, int]]) -> list[Threshold]:
@@ -372,12 +378,12 @@ class Selection:
         return thresholds
 
     def _rank(self, ask: Ask) -> int:
-        """Of the element at the threshold, from the smallest on."""
+        """The rank of the element at the threshold, counted from the smallest."""
         return self._numel - ask.taken if ask.largest else ask.taken - 1
 
     @staticmethod
     def _place(counts: Counts, rank: int) -> tuple[int, int]:
-        """(the bucket that holds the rank, how many elements are in the buckets before it)."""
+        """The bucket of a histogram that contains the rank, and the number of elements in the buckets before it."""
         ends = np.cumsum(counts)
         bucket = int(np.searchsorted(ends, rank, side="right"))
         return bucket, int(ends[bucket] - counts[bucket])
@@ -403,13 +409,14 @@ class Selection:
     # -- ties ---------------------------------------------------------------------------------------------------------
 
     def _ends(self, deltas: Deltas, found: Sequence[Threshold]) -> list[int]:
-        """Up to which element of the line those at each threshold are taken."""
+        """For each threshold, the end of the elements equal to it that are taken."""
         ends = [self._numel if threshold.taken == threshold.equal else 0 for threshold in found]
         cut_numbers = [number for number, threshold in enumerate(found) if 0 < threshold.taken < threshold.equal]
         if not cut_numbers:
             return ends
 
         def count(start: int, stop: int) -> Counts:
+            """How many elements of each tile are equal to each threshold: a row for each tile."""
             rows = [self._equal(deltas, found, cut_numbers, low, high) for low, high in tiles(start, stop)]
             return np.array([list(map(np.count_nonzero, row)) for row in rows], np.int64)
 
@@ -425,7 +432,7 @@ class Selection:
     def _equal(
         self, deltas: Deltas, found: Sequence[Threshold], parted: Sequence[int], low: int, high: int
     ) -> list[Flags]:
-        """Which elements of a tile are at the threshold, for each Ask of `parted`."""
+        """Masks of the elements of a tile that equal the threshold, for the Asks with the numbers in `parted`."""
         parts = [magnitudes_of(delta) for delta in deltas(low, high)]
         return [parts[self._models.index(self._asks[n].model)] == np.uint32(found[n].bits) for n in parted]
 

@@ -1,9 +1,12 @@
-"""`ckpt diff` and `ckpt verify` as pages: what was found, by tensor, and one line that says how it stands.
+"""`ckpt diff` and `ckpt verify` as pages: the findings by tensor, and a verdict in one line.
 
-Reads the documents of the two verbs: `equal`, `compared`, `differences`, `summary`, `by_rank`, `suggestion`; `ok`,
-`findings`, `digests`; and, where given, the
-`left`, `right` and `extras_differ`, `path`, `format`, `mode`, `nonfinite` ({tensor: number}), `uncovered` (files with
-bytes that no checksum covers), `signature` and `attestation` (`signing.checked`), `notes`, `elapsed_s`.
+Fields that are read from the documents of the two verbs:
+
+    diff     `equal`, `compared`, `differences`, `summary`, `by_rank`, `suggestion`; if given `left`, `right`,
+             `extras_differ`
+    verify   `ok`, `findings`, `digests`; if given `path`, `format`, `mode`, `nonfinite` ({tensor: number}), `uncovered`
+             (files with bytes that no checksum covers), `signature` and `attestation` (`signing.checked`)
+    both     if given `notes`, `elapsed_s`
 """
 
 from __future__ import annotations
@@ -25,10 +28,10 @@ LISTED = 40  # lines of a list without -v
 FIRST_STATE_ROWS = 20  # groups of the first state that has any, without -v
 OTHER_STATE_ROWS = 5  # groups of each further state, without -v
 LAYERS_LISTED = 10
-CANDIDATES_SHOWN = 4  # files in one of which the damage is
-ALIKE = 2.0  # layers changed alike where the worst has at most so many times the median of the relative norms
-SMALL_ULP = 16  # a distance in units in the last place that says more than the absolute difference
-SHOWN_ULP = 1024  # a greater distance in units in the last place tells nobody anything
+CANDIDATES_SHOWN = 4  # files named by a finding that is in one of several files
+ALIKE = 2.0  # layers count as changed alike if the largest relative norm is at most so many times the median
+SMALL_ULP = 16  # up to this distance, units in the last place are more informative than the absolute difference
+SHOWN_ULP = 1024  # larger distances in units in the last place are not shown, since they carry no information
 KINDS = {
     "value": "values differ",
     "shape": "shapes differ",
@@ -42,7 +45,7 @@ _AMOUNT_COLUMNS = (
     Column("cosine", right=True, drop=5),
     Column("max abs", right=True, drop=4),
 )
-_WORST = Column("worst", right=True)  # the number of the tensor that the amounts are of
+_WORST = Column("worst", right=True)  # the number (such as the layer) of the tensor to which the amounts belong
 _ULP = Column("ulp", right=True, drop=8)
 _CHANGED_COLUMNS = (
     Column("module"),
@@ -61,7 +64,7 @@ _TENSOR_COLUMNS = (
 
 
 def comparison(document: Document, *, everything: bool = False) -> Page:
-    """The page of `ckpt diff`: the summary by state and module, with -v every tensor, then how it stands."""
+    """The page of `ckpt diff`: the summary by state and module, with -v every tensor, then the verdict."""
     differences = document.get("differences") or ()
     summary = document.get("summary") or ()
     blocks: list[Block] = []
@@ -102,7 +105,7 @@ def _verdict_of(document: Document, differences: Sequence[Document]) -> Verdict:
 
 
 def _changed_groups(summary: Sequence[Document], *, everything: bool) -> list[Block]:
-    """A table for each state of the groups whose values differ, worst first; the model's state comes first."""
+    """For each state, a table of the groups whose values differ, worst first. The model comes first."""
     by_state: dict[str, list[Document]] = {}
     for group in summary:
         if group["changed"]:
@@ -130,7 +133,7 @@ def _changed_groups(summary: Sequence[Document], *, everything: bool) -> list[Bl
 
 
 def _order_of_state(state: str) -> int:
-    """Weights first, counts of steps last, the optimizer's other states between them as they come."""
+    """The sort key of states: weights first, step counts last, the optimizer's other states between them."""
     weights = (MODEL, MASTER, EMA)
     if state in weights:
         return weights.index(state)
@@ -156,7 +159,7 @@ def _amounts(entry: Document) -> tuple[str, str, str]:
 
 
 def _greatest(entry: Document) -> str:
-    """The greatest absolute difference; with its distance in units in the last place where that is small."""
+    """The greatest absolute difference, with the distance in units in the last place if that is small."""
     gap = _number(entry.get("max_abs"))
     ulp = entry.get("max_ulp")
     return f"{gap} ({ulp} ulp)" if ulp is not None and 0 < int(ulp) <= SMALL_ULP else gap
@@ -182,7 +185,7 @@ def _other_kinds(summary: Sequence[Document], *, everything: bool) -> list[Block
 
 
 def _as_numbers(group: Document) -> str:
-    """How far the values of a group's tensors of two dtypes are apart; "" for those that can't be computed with."""
+    """The difference of the numbers in a group's tensors of two dtypes; "" if they can't be compared as numbers."""
     worst = group["dtype_worst"]
     if worst is not None:
         relative = worst.get("rel_l2")
@@ -192,7 +195,7 @@ def _as_numbers(group: Document) -> str:
 
 
 def _list_layers(layers: Sequence[Document]) -> list[Block]:
-    """The layers of the first state that has several, worst first; one line where they changed alike."""
+    """The layers of the first state, worst first; a single line if all of them changed alike."""
     if not layers:
         return []
     state = min((layer["state"] for layer in layers), key=_order_of_state)
@@ -222,12 +225,12 @@ def _list_layers(layers: Sequence[Document]) -> list[Block]:
 
 
 def _number(value: Any) -> str:
-    """A difference, always in one notation, so that the numbers of a column stand under each other: `3.81e-06`."""
+    """A difference in scientific notation, `3.81e-06`, so that the numbers of a column align; "" for None."""
     return "" if value is None else f"{float(value):.2e}"
 
 
 def _one_sided_groups(summary: Sequence[Document], *, everything: bool) -> list[Block]:
-    """The groups of which one side lacks tensors, a table for each side."""
+    """For each side, a table of the groups with tensors that only this side has."""
     blocks: list[Block] = []
     for key, title in (("only_left", "only in the first"), ("only_right", "only in the second")):
         groups = [group for group in summary if group[key]]
@@ -240,7 +243,7 @@ def _one_sided_groups(summary: Sequence[Document], *, everything: bool) -> list[
 
 
 def _equal_states(summary: Sequence[Document]) -> list[Block]:
-    """How many tensors of each state are equal."""
+    """The number of equal tensors of each state."""
     equal: dict[str, int] = {}
     for group in summary:
         equal[group["state"]] = equal.get(group["state"], 0) + int(group["equal"])
@@ -249,7 +252,7 @@ def _equal_states(summary: Sequence[Document]) -> list[Block]:
 
 
 def _list_holders(rows: Sequence[Document], *, everything: bool) -> list[Block]:
-    """Which rank's files of which side hold what differs (`--rank`), most elements first."""
+    """The files with differing values, with side and rank (`--rank`), most differing elements first."""
     if not rows:
         return []
     listed = rows if everything else rows[:LISTED]
@@ -322,7 +325,7 @@ def _without_empty(table: PageTable, index: int) -> PageTable:
 
 
 def _both_sides(difference: Document) -> str:
-    """The shapes or the dtypes of the two, where they are what differs."""
+    """The shapes or dtypes of both sides if they differ, for dtypes with the difference of the numbers; else ""."""
     if "left" not in difference or "right" not in difference:
         return ""
     sides = f"{difference['left']} / {difference['right']}"
@@ -336,7 +339,7 @@ def _both_sides(difference: Document) -> str:
 
 
 def verification(document: Document, *, everything: bool = False) -> Page:
-    """The page of `ckpt verify`: the verdict, then what it rests on. Digests are listed with -v alone."""
+    """The page of `ckpt verify`: the verdict, then the facts and findings behind it. Only -v lists digests."""
     findings = document.get("findings") or ()
     blocks: list[Block] = [_validity(document, findings)]
 
@@ -412,11 +415,11 @@ def _nonfinite(numbers: Mapping[str, int], *, everything: bool) -> list[Block]:
 
 
 def place_of(finding: Document) -> str:
-    """The file of a finding, with its rank, the byte and the finer place (a zip's member) where they are known."""
+    """The place of a finding: its file and, if known, the rank, the byte offset and the member of a zip archive."""
     offset = finding.get("offset")
     at_byte = None if offset is None else f"byte {offset}"
     rank = finding.get("rank") or None
-    if rank is not None and not rank.startswith("rank "):  # `rank 2` where no more is known than its number
+    if rank is not None and not rank.startswith("rank "):  # a rank is `tp 1, pp 0`, or `rank 2` without coordinates
         rank = f"rank {rank}"
     file = finding.get("file") or _name_candidates(finding.get("files") or ())
     parts = [file, rank, at_byte, finding.get("place")]
@@ -433,7 +436,7 @@ def _name_candidates(files: Sequence[str]) -> str:
 
 
 def _list_uncovered(rows: Sequence[Document]) -> list[Block]:
-    """What damage can't be seen in: whole files, and of others the headers and padding between checksummed records."""
+    """The bytes in which damage can't be detected: files without checksums, and headers and padding of other files."""
     uncovered_sizes = [int(row["size"]) for row in rows if row["bytes"] == row["size"]]
     parts = [int(row["bytes"]) for row in rows if row["bytes"] != row["size"]]
     lines = [f"{plural(len(uncovered_sizes), 'file')}, {size(sum(uncovered_sizes))}"] if uncovered_sizes else []
@@ -451,7 +454,7 @@ def _count_kinds(differences: Any) -> Lines:
 
 
 def _as_lines(rows: tuple[tuple[Cell, ...], ...]) -> Lines:
-    """Long findings, one each: code, message, then where."""
+    """Findings with long messages as lines in place of a table: code, message, place."""
     lines = []
     for code, tensor, file, message in rows:
         named = f"tensor {tensor}" if tensor else ""
@@ -461,7 +464,7 @@ def _as_lines(rows: tuple[tuple[Cell, ...], ...]) -> Lines:
 
 
 def _seal(said: Mapping[str, Any], mode: str) -> str:
-    """What a signature or an attestation is worth: whose it is, and of what."""
+    """What a signature or an attestation proves: which files it covers, and whether the given key made it."""
     whose = {True: "by the key given", False: "not by the key given", None: "not checked against a key: --key PUB"}
     signed = whose[said["authentic"]] if said["signed"] else "not signed"
     looked = "" if mode == "full" else ", whose contents were not looked at"

@@ -1,4 +1,4 @@
-"""What `ckpt delta` made, as a page: a document with `delta` beside the writers' keys."""
+"""The result of `ckpt delta` as a page. Its document has `delta` in addition to the fields of every writing verb."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckpt_tool.report.writing import warnings_of
 
 
 def make_delta_page(document: Mapping[str, Any], *, everything: bool = False) -> Page:
-    """The page of a run, or of a dry run."""
+    """The page of `ckpt delta`. A document without `elapsed_s` is that of a dry run."""
     plan = document["plan"]
     delta = document["delta"]
     rows: list[tuple[str, Cell]] = [

@@ -1,14 +1,14 @@
-"""What a comparison comes to, by state and module: the lines that `ckpt diff` shows first, and `summary` of its JSON.
+"""Groups the differences of two checkpoints by state and module: the first lines of `ckpt diff`, `summary` in its JSON.
 
-Names that are equal but for the numbers between their dots are one group:
+Names that differ only in the numbers between their dots are one group:
 
     model.layers.0.mlp.down_proj.weight, ...31...  ->  model.layers.*.mlp.down_proj.weight
 
-A group says how many of its tensors are equal, differ or are on one side alone, how much those whose values differ
-do so, all of them taken together as one vector, and which of them differs most. Groups come worst first: changed values
-by their relative norm, then other shapes and dtypes, then tensors of one side, then what is equal.
+A group has the number of tensors that are equal, that differ and that only one side has; by how much the changed values
+differ, with all of them taken together as one vector; and the tensor that differs most. Groups are sorted worst first:
+changed values by their relative norm, then other shapes and dtypes, then tensors of one side, then equal ones.
 
-`measure_layers` takes the same tensors together by layer instead: a name up to its first number, `model.layers.3`.
+`measure_layers` groups the same tensors by layer instead: by the name up to its first number, `model.layers.3`.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ AMOUNTS = ("rel_l2", "cosine", "max_abs", "max_ulp")  # by how much values diffe
 
 @dataclass(slots=True)
 class Group:
-    """The tensors of one state whose names have one pattern."""
+    """The tensors of one state whose names match one pattern."""
 
     state: str
     pattern: str
-    # of those that differ in a way, the numbers that stand at each * of the pattern
+    # kind of difference (`_COUNTS`, "equal") -> for each * of the pattern, the numbers in the tensors' names
     numbers: dict[str, list[set[int]]] = field(default_factory=dict)
     # how many tensors are equal, and how many differ in each way (`_COUNTS`)
     counts: dict[str, int] = field(default_factory=lambda: {"equal": 0, **dict.fromkeys(_COUNTS.values(), 0)})
@@ -66,7 +66,7 @@ class Group:
             known_numbers.add(number)
 
     def severity(self) -> tuple[int, float]:
-        """Where it stands among others: smaller is worse."""
+        """The sort key of the group among others: smaller is worse."""
         if self.counts["changed"]:
             relative = self.norms.relative() if self.norms is not None else None
             return 0, -inf if relative is None else -relative
@@ -77,7 +77,7 @@ class Group:
         return 3, 0.0
 
     def document(self) -> dict[str, Any]:
-        """Its entry of `summary`."""
+        """The group's entry in `summary` of the document."""
         relative = self.norms.relative() if self.norms is not None else None
         cosine = self.norms.cosine() if self.norms is not None else None
         return {
@@ -97,7 +97,7 @@ class Group:
         }
 
     def retyped(self) -> dict[str, Any]:
-        """What its entry says of tensors of two dtypes, if there are any."""
+        """The fields of the entry for tensors of two dtypes, {} if there are none."""
         if not self.dtypes:
             return {}
         worst = self.worst_retyped
@@ -108,7 +108,7 @@ class Group:
         }
 
     def add_retyped(self, difference: Mapping[str, Any]) -> None:
-        """Take up the entry of a tensor of two dtypes."""
+        """Add the entry of a tensor whose dtype differs between the two sides."""
         self.dtypes.setdefault(f"{difference['left']} / {difference['right']}")
         self.equal_values += bool(difference.get("values_equal"))
         if "rel_l2" in difference and (
@@ -117,7 +117,7 @@ class Group:
             self.worst_retyped = difference
 
     def worst_tensor(self) -> dict[str, Any] | None:
-        """The tensor of other values that differs most: its name and by how much; None if no values differ."""
+        """The name of the tensor whose values differ most, with the amounts; None if no values differ."""
         if self.worst is None:
             return None
         return {"name": self.worst["name"], **{key: self.worst.get(key) for key in AMOUNTS}}
@@ -127,6 +127,7 @@ class Group:
         parts = iter(sorted(found) for found in self.numbers[what])
 
         def fill(match: re.Match[str]) -> str:
+            """The numbers for one * of the pattern: `3`, or `[0-31]`."""
             part = next(parts, None)
             if part is None:  # a * of the name itself
                 return match[0]
@@ -217,7 +218,7 @@ def severity(entry: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def _count(groups: dict[tuple[str, str], Group], state: str, name: str, what: str) -> Group:
-    """Count one tensor in its group, and give the group."""
+    """Count one tensor in its group, and return the group."""
     pattern = name if _has_star(name) else _NUMBER.sub("*", name)  # a name with a * of its own is its own pattern
     numbers = numbers_of(name)
     group = groups.setdefault((state, pattern), Group(state, pattern))
@@ -226,7 +227,7 @@ def _count(groups: dict[tuple[str, str], Group], state: str, name: str, what: st
 
 
 def numbers_of(name: str) -> list[int]:
-    """The numbers that tell a tensor from others of its group; none where the name has a * of its own."""
+    """The numbers in a name, which distinguish a tensor from others of its group; [] if the name itself has a *."""
     return [] if _has_star(name) else [int(number) for number in _NUMBER.findall(name)]
 
 
@@ -235,7 +236,7 @@ def _has_star(name: str) -> bool:
 
 
 def _larger(one: Any, other: Any) -> Any:
-    """The larger of two numbers, NaN above all; None says nothing."""
+    """The larger of two numbers, NaN above all; None counts as absent."""
     if one is None or other is None:
         return one if other is None else other
     return one if isnan(one) or one >= other else other

@@ -1,11 +1,11 @@
-"""Files that are written beside an output, and the one rule for them: never over anything but an earlier one.
+"""Writes documents next to an output, which may replace an earlier document of the same kind but nothing else.
 
-    --report page.html, --sarif, --junit, --attest    replace an earlier document of ours of the same kind, in one step
+    --report page.html, --sarif, --junit, --attest    replace an earlier document of ours of the same kind, atomically
     --plan, --emit                                     replace nothing (`conversion.plan_file.write_new`)
 
-What is at the name is looked at before any work and once more before it is replaced: a link, a folder, a private key,
-somebody's notes and another program's report stay. That the name is in no source and no output is asked of
-`output.destination.check_beside`.
+An existing file is checked before any work and again before it is replaced: a link, a folder, a private key, a user's
+notes and another program's report are never replaced. `output.destination.check_beside` checks that the path is inside
+no source and no output.
 """
 
 from __future__ import annotations
@@ -18,13 +18,20 @@ from collections.abc import Callable, Mapping
 
 from ckpt_tool.errors import OutputExists, StorageError, UsageError, wrap_os_error
 
-HEAD = 4096  # bytes by which an earlier report is known
+HEAD = 4096  # bytes at the beginning of a file by which an earlier report is recognised
 _PLAIN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def check_target(path: str, option: str, ours: Callable[[bytes], bool], *, limit: int = HEAD) -> bool:
-    """Is an earlier document of this kind at the name? Refuse a folder that is not there (exit 7), and anything else at
-    the name (exit 5). ours: is it one, by its first `limit` bytes?"""
+    """Is there an earlier document of this kind at the path?
+
+    Args:
+        ours: recognises an earlier document by its first `limit` bytes.
+
+    Raises:
+        StorageError: the folder does not exist (exit code 7).
+        OutputExists: something else is at the path (exit code 5).
+    """
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
         raise StorageError(

@@ -1,12 +1,13 @@
-"""Holdings: what each rank holds of a checkpoint, in bytes and tensors by state, and how each tensor is cut.
+"""Which rank stores which part of a checkpoint: bytes and tensors by state for each rank, and how each tensor is cut.
 
-Of a source that is its catalog's chunks, of an output the arrays of its target; the same values for both, so that a
-picture before and one after are drawn by one hand:
+For a source this is computed from the chunks of its catalog, for an output from the arrays of its target. Both give the
+same type, so that one picture shows the layout before and after:
 
-    of_catalog(catalog, rank_of)   Holdings(mesh={"tp": 2}, holders=(Holder("tp 0", ...), Holder("tp 1", ...)), ...)
+    list_catalog_holdings(catalog, rank_of)
+        Holdings(mesh={"tp": 2}, holders=(Holder("tp 0", ...), Holder("tp 1", ...)), ...)
 
-A holder is a rank where the format's files say whose they are (`rank_of`), and else a file: nobody guesses a rank.
-Replicas count for everyone that holds them. Cost: 2 us a tensor, and 1 us for each of its boxes.
+A holder is a rank if the format's files can be assigned to ranks (`rank_of`), otherwise a file: ranks are never
+guessed. A replica counts for each holder that stores it. Cost: 2 us per tensor, and 1 us for each of its boxes.
 """
 
 from __future__ import annotations
@@ -24,34 +25,35 @@ from ckpt_tool.core.target import Target, WantedTensor
 from ckpt_tool.core.tensor import LogicalTensor
 
 Coords = Mapping[str, int]
-RankOf = Callable[[str], Coords | None]  # of a file's path: whose it is, None where its name does not say
-# The dims of ranks, slowest first, and what formats call them: mp of DeepSpeed, shard and moe of Paddle.
+RankOf = Callable[[str], Coords | None]  # path of a file -> its rank, None if the name does not determine it
+# The dimensions of ranks, slowest first, with the formats' own names: mp of DeepSpeed, shard and moe of Paddle.
 _ORDER = ("rank", "mp", *SLOWEST_FIRST[:3], "shard", "moe_sharding", "moe", *SLOWEST_FIRST[3:])
-Parts = Sequence[tuple[str, Box]]  # (file, box of the tensor that lies in it)
+Parts = Sequence[tuple[str, Box]]  # (file, box of the tensor that is stored in it)
 
 
 class Holder(NamedTuple):
-    """Someone who holds a part."""
+    """A rank, or a file that belongs to no known rank, with the amount of data that it stores."""
 
     name: str
-    coords: Coords  # the rank's, {} for a file of nobody in particular
+    coords: Coords  # the coordinates of the rank, {} for a file
     files: tuple[str, ...]
-    states: Mapping[str, tuple[int, int]]  # state -> (tensors that it holds a part of, bytes of those parts)
+    states: Mapping[str, tuple[int, int]]  # state -> (number of tensors of which it stores a part, bytes of the parts)
 
     @property
     def nbytes(self) -> int:
+        """The bytes of all states."""
         return sum(nbytes for _, nbytes in self.states.values())
 
 
 class CutShown(NamedTuple):
-    """How a tensor is cut: (number of the holder, box), one for each part. Tensors that lie alike share one."""
+    """How a tensor is cut: (number of the holder, box) for each part. Tensors that are cut alike share one."""
 
     shape: tuple[int, ...]
     parts: tuple[tuple[int, Box], ...]
 
 
 class Holdings(NamedTuple):
-    """Who holds what."""
+    """All holders of a checkpoint, and the cut of each of its tensors."""
 
     mesh: Mapping[str, int]
     holders: tuple[Holder, ...]
@@ -65,13 +67,13 @@ class Holdings(NamedTuple):
 
 
 class Given(NamedTuple):
-    """A tensor and its parts."""
+    """A tensor and its parts, as input of `holdings`."""
 
     state: str
     dtype: DType
     shape: tuple[int, ...]
     parts: Callable[[], Parts]
-    alike: Hashable = None  # equal for tensors whose parts are the same, None where nobody knows
+    alike: Hashable = None  # equal for tensors with equal parts, which are then computed once; None if unknown
 
 
 class Tensor(NamedTuple):
@@ -92,8 +94,10 @@ class Checkpoint(NamedTuple):
 
 
 class Rewriting(NamedTuple):
-    """What a plan does: the tensors of the output, who holds them before and after, fallbacks by tensor. What is read
-    to be compared (replicas) is not among what moves."""
+    """What a plan does: the tensors of the output, their holders before and after, and fallbacks by tensor number.
+
+    Replicas that are only read for a comparison do not count as moved.
+    """
 
     tensors: Sequence[Tensor]
     before: Holdings
@@ -102,20 +106,21 @@ class Rewriting(NamedTuple):
 
 
 def nobody(path: str) -> None:
-    """Of a format whose files are no rank's."""
+    """The `rank_of` of a format whose files belong to no rank."""
 
 
 def whose(catalog: Catalog, rank_of: RankOf) -> RankOf:
-    """Whose a file of the checkpoint is: as its reader says, and else as its name does."""
+    """A function from a file of the checkpoint to its rank, as the reader states it, else as the file name does."""
     stated = catalog.hints.get(FileRanks)
     coords = stated.coords if stated else {}
     return lambda path: coords.get(path) or rank_of(path)
 
 
 def list_catalog_holdings(catalog: Catalog, rank_of: RankOf = nobody) -> Holdings:
-    """Who holds what of a checkpoint, in the order of its tensors. Chunks of no element count for nothing."""
+    """The holdings of a checkpoint, in the order of its tensors. Empty chunks are ignored."""
 
     def rows() -> Iterator[Given]:
+        """The catalog's tensors as input of `holdings`."""
         for tensor in catalog.tensors.values():
             yield Given(tensor.key.state, tensor.dtype, tensor.shape, partial(_parts, tensor))
 
@@ -129,7 +134,7 @@ def _parts(tensor: LogicalTensor) -> Parts:
 def list_target_holdings(
     tensors: Sequence[WantedTensor], target: Target, mesh: Mapping[str, int], rank_of: RankOf = nobody
 ) -> Holdings:
-    """Who will hold what of an output, in the order of its tensors."""
+    """The holdings of an output that is to be written, in the order of its tensors."""
     places = target.places
     files = target.files
     if places is None:
@@ -141,6 +146,7 @@ def list_target_holdings(
         return holdings((Given(t.key.state, t.dtype, t.shape, partial(list, own)) for t, own in pairs), mesh, rank_of)
 
     def of(number: int) -> Parts:
+        """The parts of one tensor."""
         return [(files[file].path, array.box) for file, array in places.of(number)]
 
     has_many = (
@@ -151,7 +157,7 @@ def list_target_holdings(
 
 
 def holdings(rows: Iterable[Given], mesh: Mapping[str, int], rank_of: RankOf) -> Holdings:
-    """Who holds what of these tensors."""
+    """The holdings of these tensors. Holders are sorted by rank, files without a rank come last."""
     book = _Book(rank_of)
     tensors = [book.entered(row) for row in rows]
     order = sorted(range(len(book.names)), key=lambda number: _place(book.coords[number], number))
@@ -164,17 +170,17 @@ def holdings(rows: Iterable[Given], mesh: Mapping[str, int], rank_of: RankOf) ->
 
 
 def rank_name(coords: Coords) -> str:
-    """`tp 1, pp 0`; `rank 5` where that is all that is known."""
+    """The name of a rank: `tp 1, pp 0`, or `rank 5` if only its number is known."""
     return ", ".join(f"{dim} {coordinate}" for dim, coordinate in coords.items())
 
 
 def _place(coords: Coords, number: int) -> tuple[int, tuple[int, ...], int]:
-    """Ranks by their coordinates in the order of ranks, tp fastest; files as they came."""
+    """The sort key of a holder: ranks by their coordinates with tp fastest, then files in the order of appearance."""
     return (0 if coords else 1, tuple(coords.get(dim, 0) for dim in _ORDER), number)
 
 
 class _Book:
-    """Holders and cuts as tensors are entered."""
+    """Collects holders and cuts while tensors are entered one by one."""
 
     def __init__(self, rank_of: RankOf) -> None:
         self.names: list[str] = []
@@ -189,11 +195,12 @@ class _Book:
         self._alike: dict[Hashable, int] = {}
 
     def holder(self, number: int) -> Holder:
+        """The holder of this number, with what it stores of the tensors entered so far."""
         states = {state: (row[0], row[1]) for state, row in self.states[number].items()}
         return Holder(self.names[number], self.coords[number], tuple(self.files[number]), states)
 
     def entered(self, row: Given) -> int:
-        """The number of the tensor's cut; its parts are added to what their holders hold."""
+        """Add the tensor's parts to their holders, and return the number of its cut."""
         earlier_cut = None if row.alike is None else self._alike.get((row.alike, row.shape))
         if earlier_cut is None:
             parts = tuple([(self._holder(path), box) for path, box in row.parts() if 0 not in box.shape])

@@ -1,10 +1,12 @@
 """A page as one self-contained HTML file (`--report FILE.html`): no link, no request, no server.
 
-The verdict comes first, then the command, its date and the version, then the text. The text of the page is HTML. Its
-figures, where the verb has data for them (`report.picture`), are drawn by the scripts of `browser/`, which make text
-nodes alone; the data is JSON that nothing executes. Every text goes through `report.text.show_text` and `html.escape`;
-a Content-Security-Policy allows this style and this script by their hashes and nothing else. The file is written beside
-its name and renamed, and replaces nothing but an earlier report.
+The verdict comes first, then the command, its date and the version, then the text. Figures, if the verb has data for
+them (`report.picture`), are drawn by the scripts of `browser/`.
+
+Names in a checkpoint are untrusted, so nothing of them may become markup or code: every text goes through
+`report.text.show_text` and `html.escape`, the scripts create text nodes only, their data is JSON that is never
+executed, and a Content-Security-Policy allows this style and these scripts by their hashes and nothing else. The file
+is written under a temporary name and renamed, and only replaces an earlier report.
 """
 
 from __future__ import annotations
@@ -202,7 +204,7 @@ def _table(table: PageTable) -> str:
 
 
 def _stacking(table: PageTable) -> list[str]:
-    """The classes of a table whose names are too long to have numbers beside them in a narrow window."""
+    """The CSS classes of a table whose names leave no room for numbers on the same line in a narrow window."""
     longest = [
         max((len(text_of(row[number])) for row in table.rows), default=0) for number in range(len(table.columns))
     ]

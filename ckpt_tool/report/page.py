@@ -1,9 +1,10 @@
-"""Page: a result as blocks, before anything is known of screen, pipe or browser.
+"""Page: a result as a list of blocks, independent of whether it is shown on a terminal, in a pipe or in a browser.
 
-Every verb's document becomes a `Page` (`report.inspection`, `report.writing`, ...), and a page becomes text
-(`report.plain`) or HTML (`report.html`). Blocks hold raw text: both renderers escape, so a builder can't forget to.
+Each verb has a function that makes a `Page` of its document (`report.inspection`, `report.writing`, ...); a page is
+rendered as text (`report.plain`) or HTML (`report.html`). Blocks contain raw text, and both renderers escape it, so
+that the code that builds a page can't forget to.
 
-    Page("ckpt verify", (Facts((("path", "run/7"),)), Verdict(ok=True, text="sound: 291 tensors")))
+    Page("ckpt verify", (Facts((("path", "run/7"),)), Verdict(ok=True, text="complete and valid: no findings")))
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ Style = Literal["plain", "strong", "dim", "good", "warn", "bad", "name"]
 
 
 class Styled(NamedTuple):
-    """Text with a meaning that colour may show. Colour never carries the meaning alone."""
+    """Text with a style, which may be shown as colour. The text must be understandable without the colour."""
 
     text: str
     style: Style
@@ -24,10 +25,12 @@ Cell = str | Styled
 
 
 def text_of(cell: Cell) -> str:
+    """The text of a cell."""
     return cell.text if isinstance(cell, Styled) else cell
 
 
 def style_of(cell: Cell) -> Style:
+    """The style of a cell, "plain" for bare text."""
     return cell.style if isinstance(cell, Styled) else "plain"
 
 
@@ -35,9 +38,9 @@ class Column(NamedTuple):
     """A column of a table."""
 
     title: str
-    right: bool = False  # set to the right, as numbers are
-    drop: int = 0  # which columns go first where the window is narrow (highest first; 0 stays)
-    states: bool = False  # are its cells names of states, which have colours of their own?
+    right: bool = False  # aligned to the right, for numbers
+    drop: int = 0  # in a narrow window, columns with the highest number are dropped first; 0: never
+    states: bool = False  # its cells are names of states, each shown in its own colour
 
 
 STATE = Column("state", states=True)  # never dropped: without it Adam's `step` looks like a second parameter
@@ -57,9 +60,9 @@ class PageTable(NamedTuple):
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
     indents: tuple[int, ...] = ()  # levels by row, for trees
-    more: str = ""  # a closing line ("... 340 more").
-    drawn: bool = False  # does a figure of a report show the same? There the table is folded away
-    one_line: bool = False  # do columns that can be missed go before a row takes two lines?
+    more: str = ""  # a closing line, such as "... 340 more"
+    drawn: bool = False  # a figure of the HTML report shows the same, so the table is collapsed there
+    one_line: bool = False  # in a narrow window, drop columns rather than use two lines for a row
 
 
 class Lines(NamedTuple):
@@ -71,14 +74,14 @@ class Lines(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What it comes to, in one line."""
+    """The result in one line."""
 
-    ok: bool | None  # None for a mere statement
+    ok: bool | None  # success or failure; None for a neutral statement
     text: str
 
 
 class Curves(NamedTuple):
-    """Lines over whole numbers, drawn by HTML alone: what they show stands in a table too. None: no point there."""
+    """Line charts over integers, shown only in HTML; a table of the page has the same data. None: no point there."""
 
     title: str
     xs: tuple[int, ...]
@@ -87,15 +90,15 @@ class Curves(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """A picture of who holds what, drawn by HTML alone: rows of tiles, each a label, lines of text and a group (its
-    colour)."""
+    """A picture of which rank stores what, shown only in HTML: rows of tiles, each with a label, lines of text and the
+    number of a colour group."""
 
     title: str
     rows: tuple[tuple[tuple[str, tuple[str, ...], int], ...], ...]
 
 
 class Ranks(NamedTuple):
-    """A grid of ranks, drawn on a terminal alone: a pipe has the table of files, HTML a picture."""
+    """A grid of ranks, shown only on a terminal: a pipe gets the table of files, and HTML a picture."""
 
     title: str
     across: tuple[str, ...]  # the heads of the columns

@@ -9,7 +9,7 @@
 
 No colour is in two palettes. States have the hues that Okabe and Ito chose for all kinds of eyes
 (https://jfly.uni-koeln.de/color/); ranks follow viridis (https://bids.github.io/colormap/), modules the pale scheme of
-Paul Tol (https://personal.sron.nl/~pault/). Where colours run out, a pattern over them tells things apart.
+Paul Tol (https://personal.sron.nl/~pault/). If there are more things than colours, patterns distinguish them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STATES = {
     STEP: "#4d4d4d",
     EXTRAS: "#4d4d4d",
 }
-OTHER_STATE = "#d4a900"  # states of other optimizers; a pattern tells them apart
+OTHER_STATE = "#d4a900"  # states of other optimizers, distinguished by a pattern
 MODULES = (
     "#77aadd",
     "#eedd88",

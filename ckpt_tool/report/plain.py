@@ -1,8 +1,8 @@
 """A page as text: aligned columns, colour where the stream wants it, readable from 40 columns up.
 
-Where a table doesn't fit, columns that can be missed go first (`Column.drop`), which a line below it says, then long
-names take a line of their own and the numbers follow below, still aligned. In a pipe nothing is cut: no width, no
-colour. This renderer needs no library, so `ckpt inspect` doesn't pay for one.
+If a table doesn't fit, less important columns are dropped first (`Column.drop`), with a note below the table; then long
+names get a line of their own, with the numbers aligned below. In a pipe nothing is cut: no width, no colour. The
+renderer needs no library, so that `ckpt inspect` starts fast.
 """
 
 from __future__ import annotations
@@ -31,24 +31,25 @@ from ckpt_tool.report.text import cells, show_text
 
 _CODES: dict[Style, str] = {"strong": "1", "dim": "2", "good": "32", "warn": "33", "bad": "1;31", "name": "36"}
 GUTTER = 2
-LEAST_NAME = 16  # columns that the first column of a narrow table keeps, unless each name has a line of its own
-HANG = 4  # columns by which the numbers of a name stand in below it
+LEAST_NAME = 16  # minimal width of the first column of a narrow table, unless each name has a line of its own
+HANG = 4  # indentation of the numbers below a name that has a line of its own
 LEAST_WIDTH = 30
-LEAST_TEXT = 12  # columns that wrapped text keeps, whatever stands before it
+LEAST_TEXT = 12  # minimal width of wrapped text, however long the text before it is
 
 
 class Look(NamedTuple):
-    """What a stream can show."""
+    """The capabilities of the stream to which a page is written."""
 
     colour: bool = False
-    width: int | None = None  # columns of the window, None for a pipe without a stated one
-    terminal: bool = False  # is a person looking on?
+    width: int | None = None  # columns of the window; None for a pipe, where nothing is cut
+    terminal: bool = False
 
     def paint(self, text: str, style: Style) -> str:
+        """The text with the escape codes of a style, or unchanged without colour."""
         return f"\x1b[{_CODES[style]}m{text}\x1b[0m" if self.colour and style in _CODES and text else text
 
     def paint_state(self, text: str) -> str:
-        """The name of a state, in its own colour."""
+        """The name of a state in the colour of this state."""
         return f"\x1b[{palette.terminal_code(text)}m{text}\x1b[0m" if self.colour and text else text
 
 
@@ -109,7 +110,7 @@ def _block(block: Block, look: Look) -> Iterator[str]:
             yield from wrap_line(show_text(text_of(line), 2000), look, style_of(line), first="  ", rest="    ")
     elif isinstance(block, Ranks) and look.terminal:
         yield from _ranks(block, look)
-    elif isinstance(block, Verdict):  # curves and tiles are HTML's: what they show stands in tables too
+    elif isinstance(block, Verdict):  # Curves and Tiles are for HTML only: tables contain the same data
         style: Style = "plain"
         if block.ok is not None:
             style = "good" if block.ok else "bad"
@@ -123,7 +124,7 @@ def _title(title: str, look: Look) -> Iterator[str]:
 
 
 def wrap_line(text: str, look: Look, style: Style, *, first: str = "", rest: str = "  ") -> Iterator[str]:
-    """Lines of at most the window's width, broken where `_break` says."""
+    """Lines of at most the window's width, broken as `_break` chooses."""
     start = first
     while True:
         limit = max(look_width(look) - cells(start), LEAST_TEXT)
@@ -137,10 +138,10 @@ def wrap_line(text: str, look: Look, style: Style, *, first: str = "", rest: str
 
 
 def _break(text: str, columns: int) -> int:
-    """Where to break a text that is wider than so many columns: at a space, else behind a part of a name or of a path,
-    else wherever it must be."""
+    """The position at which to break a text that is wider than `columns`: at a space, else after a component of a name
+    or path, else anywhere."""
     fit = _fit(text, columns)
-    least = columns // 3  # an earlier place would leave most of the line empty
+    least = columns // 3  # an earlier break would leave most of the line empty
     space = text.rfind(" ", 1, fit + 1)
     if space > least:
         return space
@@ -152,6 +153,7 @@ def _break(text: str, columns: int) -> int:
 
 
 def look_width(look: Look) -> int:
+    """The width in columns, practically infinite for a pipe."""
     return look.width if look.width is not None else sys.maxsize
 
 
@@ -176,13 +178,13 @@ def _facts(facts: Facts, look: Look) -> Iterator[str]:
         if cells(label) <= pad:
             space = " " * (pad - cells(label) + GUTTER)
             yield indent + look.paint(label, "dim") + space + lines.pop(0)[len(hang) :]
-        else:  # a label as long as a sentence stands above its value
+        else:  # a label as long as a sentence gets lines of its own above the value
             yield from wrap_line(label, look, "dim", first=indent, rest=indent)
         yield from lines
 
 
 def _ranks(block: Ranks, look: Look) -> Iterator[str]:
-    """As many columns side by side as the window has room for, the others below them."""
+    """The grid of ranks with as many columns side by side as fit in the window, the others below them."""
     texts = [text for _, row in block.rows for lines in row for text in lines or ()]
     cell = max(map(len, (*block.across, *texts)))
     side = max((len(text) for label, _ in block.rows for text in label), default=0)
@@ -211,7 +213,7 @@ def _rank_lines(
 
 
 class _Grid(NamedTuple):
-    """A table's texts, ready to be laid out."""
+    """The texts of a table with their styles, before column widths are chosen."""
 
     columns: tuple[Column, ...]
     texts: list[list[str]]
@@ -219,6 +221,7 @@ class _Grid(NamedTuple):
     indents: list[int]  # terminal columns
 
     def widths(self) -> list[int]:
+        """The width that each column needs, in terminal columns."""
         first_column = [cells(row[0]) + indent for row, indent in zip(self.texts, self.indents, strict=True)]
         others = []
         for i, column in enumerate(self.columns[1:], 1):
@@ -226,6 +229,7 @@ class _Grid(NamedTuple):
         return [max([cells(self.columns[0].title), *first_column]), *others]
 
     def without(self, index: int) -> _Grid:
+        """The grid without one column."""
         return _Grid(
             self.columns[:index] + self.columns[index + 1 :],
             [row[:index] + row[index + 1 :] for row in self.texts],
@@ -329,7 +333,7 @@ def _without_missable(grid: _Grid, room: int) -> tuple[_Grid, list[int]] | None:
 def _narrow_grid(grid: _Grid, room: int) -> tuple[_Grid, list[int]]:
     """The grid with as few columns dropped, and the first column as little squeezed, as fits in `room`.
 
-    Where the others leave no room for names, every name has a line of its own, and its numbers stand below it.
+    If the other columns leave no room for names, every name gets a line of its own, with its numbers below.
     """
     while True:
         widths = grid.widths()

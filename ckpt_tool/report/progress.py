@@ -54,7 +54,7 @@ def progress_of(
 
 
 class _Meter:
-    """What all reporters share: the count, the clock, and a stream that may go away."""
+    """The common part of all reporters: byte count, clock, and a stream that may be closed by its reader."""
 
     interval = PLAIN_INTERVAL
 
@@ -68,6 +68,7 @@ class _Meter:
         self._running = False
 
     def start(self, total_bytes: int, what: str) -> None:
+        """Begin a phase of `total_bytes`. what: its name as shown, such as "verifying"."""
         with self._lock:
             self._done = 0
             self._total = max(total_bytes, 0)
@@ -82,6 +83,7 @@ class _Meter:
         self._file = file
 
     def advance(self, nbytes: int) -> None:
+        """Count bytes as done; progress is shown at most once per `interval`. Threads may call this concurrently."""
         with self._lock:
             self._done += nbytes
             now = time.monotonic()
@@ -90,13 +92,14 @@ class _Meter:
                 self._show_progress(now - self._began)
 
     def finish(self) -> None:
+        """End the phase. A second call does nothing."""
         with self._lock:
             if self._running:
                 self._running = False
                 self._show_end(time.monotonic() - self._began)
 
     def _say(self, text: str) -> None:
-        """One write; a stream that is gone is given up."""
+        """Write a text at once; after an error nothing more is written, since the reader is gone."""
         if self._stream is None:
             return
         try:

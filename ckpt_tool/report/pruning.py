@@ -1,4 +1,4 @@
-"""`ckpt prune` for people: what stays, with every reason, what goes, and the bytes that are free then.
+"""`ckpt prune` as a page: the steps that are kept, with every reason, those that are removed, and the freed bytes.
 
 Reads the document: `keep` ({path, bytes, reasons, why}), `remove` ({path, bytes, removed, why}), `dry_run`,
 `freed_bytes`, `last_sound`.
@@ -17,6 +17,7 @@ Document = Mapping[str, Any]
 
 
 def pruning(document: Document) -> Page:
+    """The page of `ckpt prune`."""
     keep = document["keep"]
     remove = document["remove"]
     blocks: list[Block] = []

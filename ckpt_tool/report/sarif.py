@@ -1,8 +1,8 @@
-"""Findings as SARIF 2.1.0, which GitHub and other forges show beside the files that they are about.
+"""Findings as SARIF 2.1.0, which GitHub and other forges show next to the files concerned.
 
-A rule for each code that was found, a result for each finding: the file (the checkpoint itself where a finding names
-none) as its place, the tensor as its logical place. Source: OASIS sarif-spec, `sarif-schema-2.1.0.json`; GitHub shows
-results that have a file and a line, so each has line 1.
+The document has a rule for each code that occurs, and a result for each finding: its location is the file (the
+checkpoint itself if the finding names none), its logical location the tensor. Source: OASIS sarif-spec,
+`sarif-schema-2.1.0.json`. GitHub only shows results with a file and a line, so each result has line 1.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ _PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456
 
 
 def is_ours(head: bytes) -> bool:
-    """Does a file begin as such a document of `ckpt audit`? Those of other programs are theirs."""
+    """Does a file begin like a SARIF document of `ckpt audit`? Those of other programs must not be replaced."""
     return head.lstrip().startswith(b"{") and b"sarif" in head and b'"ckpt audit"' in head
 
 
 def sarif(document: Document) -> bytes:
+    """The document of `ckpt audit` as a SARIF file."""
     findings = document["findings"]
     first_of: dict[str, Any] = {}
     for finding in findings:
