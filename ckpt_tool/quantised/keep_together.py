@@ -51,9 +51,8 @@ def keep_parts_together(
     source: Opened,
     reading: Reading,
 ) -> tuple[list[TensorKey], list[TensorKey]]:
-    """(kept, removed), corrected: scales are kept or removed with their weight, unless a pattern names them. source:
-    its
-    config says how weights are quantised."""
+    """(kept, removed), corrected: scales are kept or removed with their weight, unless a pattern names them. The config
+    of `source` says how weights are quantised."""
     if not removed:
         return kept, removed
     tensors = catalog.tensors if isinstance(catalog, Catalog) else catalog

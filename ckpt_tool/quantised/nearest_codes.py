@@ -1,4 +1,4 @@
-"""Floats as codes, to nearest: the arithmetic of `--quantize`, all in fp32, each operation rounded to nearest.
+"""Rounds floats to the nearest codes: the arithmetic of `--quantize`, all in fp32, each operation rounded to nearest.
 
     scale = largest magnitude of a block / R        R: 448 (F8_E4M3), 127.5 (8 bits), 7.5 (4 bits)
     code  = nearest(value / scale)                  ties to the even code, what is beyond the range becomes its end
@@ -53,18 +53,18 @@ _WHOLE = 448.0 * 6.0  # what the largest value of a tensor is in nvfp4, in units
 
 
 class Error(NamedTuple):
-    """How far some dequantised values are from what they were."""
+    """How far dequantised values are from the originals; errors of two ranges can be added."""
 
     most: float = 0.0  # the largest distance
-    squares: float = 0.0  # the sum of the distances' squares, `of`: that of the values'
-    of: float = 0.0
+    squares: float = 0.0  # the sum of the squared distances
+    of: float = 0.0  # the sum of the squared values
 
     def __add__(self, other: Error) -> Error:  # type: ignore[override]
         return Error(max(self.most, other.most), self.squares + other.squares, self.of + other.of)
 
 
 class Values(NamedTuple):
-    """A line of floats as it was read."""
+    """Consecutive floats of a flattened tensor, as they were read."""
 
     line: Array  # 1-d, of its dtype's NumPy type
     dtype: DType
@@ -78,8 +78,8 @@ class Values(NamedTuple):
 
 
 def largest(values: Values, columns: int, width: int, *, of_all: bool = False) -> Floats:
-    """The largest magnitudes of rows of `columns` values, of each row's blocks of `width` columns: (rows, blocks); of
-    all rows together where `of_all`: (1, blocks). A block with what is no finite number has none either."""
+    """The largest magnitude in each block of `width` columns, for rows of `columns` values: (rows, blocks); over all
+    rows together if `of_all`: (1, blocks). It is NaN or infinite if a value of the block is."""
     rows = len(values.line) // columns
     blocks = ceil_div(columns, width)
     library = ready(values.line.nbytes) if values.dtype.name in KINDS else None
@@ -98,7 +98,7 @@ def largest(values: Values, columns: int, width: int, *, of_all: bool = False) -
 
 
 def whole_of(size: Floats) -> Floats:
-    """nvfp4: what all scales of a tensor are multiplied by, one fp32. size: its largest magnitude."""
+    """nvfp4: the factor of all scales of a tensor, one fp32. size: the tensor's largest magnitude."""
     with np.errstate(over="ignore", divide="ignore"):
         factor: Floats = np.minimum(np.float32(_WHOLE) / size, np.finfo(np.float32).max)
     return factor
@@ -124,21 +124,21 @@ def scales_of(sizes: Floats, scheme: Scheme, dtype: DType, whole: Floats | None 
 
 
 def divisors_of(scales: Array, dtype: DType, name: str, whole: Floats | None = None) -> Floats:
-    """What values are divided by, and codes multiplied: the scales as they are stored."""
+    """The numbers that values are divided by, and codes multiplied with: the scales as they are stored."""
     divisors = as_floats(scales, dtype, name)
     return divisors / whole if whole is not None else divisors
 
 
 class ValuePlace(NamedTuple):
-    """Where values lie."""
+    """Where rows of values are located with respect to blocks."""
 
-    columns: int  # of their rows
-    skip: int  # columns of the first block that lie before them
+    columns: int  # values in a row
+    skip: int  # columns of the first block that are left of the values
     width: int  # columns of a block
 
 
 def codes_of(values: Values, place: ValuePlace, divisors: Floats, scheme: Scheme, out: Bytes) -> Error:
-    """Make the codes, a byte each; returns their error. divisors: (rows, blocks), or one row for all."""
+    """Write the codes to `out`, a byte each, and return their error. divisors: (rows, blocks), or one row for all."""
     library = ready(values.line.nbytes) if values.dtype.name in KINDS else None
     if library is not None:
         row_divisors = np.ascontiguousarray(divisors)
@@ -154,8 +154,8 @@ def codes_of(values: Values, place: ValuePlace, divisors: Floats, scheme: Scheme
 
 
 def _codes(values: Floats, divisors: Floats, scheme: Scheme) -> tuple[Bytes, Floats]:
-    """(codes, the floats that they stand for before the scale), in NumPy. divisors: as they are broadcast."""
-    with np.errstate(over="ignore"):  # a scale of fp16 may have lost its value: what is beyond the range is its end
+    """The NumPy implementation: codes, and the floats that they encode before the scale. divisors: broadcastable."""
+    with np.errstate(over="ignore"):  # a scale rounded to fp16 may be too small: quotients out of range are clipped
         ratio = values / divisors
     if scheme.dtype in _RANGE:
         low, high = _RANGE[scheme.dtype]
@@ -169,8 +169,8 @@ def _codes(values: Floats, divisors: Floats, scheme: Scheme) -> tuple[Bytes, Flo
 
 
 def _four_bits(ratio: Floats) -> Bytes:
-    """E2M1. From 1 on the second bit of the fraction is rounded away; below it steps are of 0.5, as those of fp32 are
-    beside 2^22."""
+    """E2M1 codes. From 1 on, the fraction is rounded to one bit. Below 1 the steps are 0.5, the same as those of fp32
+    around 2^22, so that adding 2^22 rounds."""
     ratio = ratio + np.float32(0)  # a negative zero is none
     size = np.minimum(np.abs(ratio), np.float32(6))
     bits = size.view(np.uint32)
@@ -181,7 +181,7 @@ def _four_bits(ratio: Floats) -> Bytes:
 
 
 def _error(values: Floats, decoded: Floats) -> Error:
-    """Of values and what they are when dequantised."""
+    """The error between values and what they become when dequantised."""
     distances = values - decoded
     largest_distance = np.abs(distances).max(initial=0.0)
     exact = distances.astype(np.float64).ravel()
@@ -190,7 +190,7 @@ def _error(values: Floats, decoded: Floats) -> Error:
 
 
 def pack_codes(codes: Bytes, scheme: Scheme) -> Bytes:
-    """A line of codes as bytes of the tensor that holds them."""
+    """The codes of a flattened weight as the bytes of the tensor that holds them."""
     if scheme.bits == 8:
         return codes
     if scheme.dtype == "I32":  # integers, of which the lowest is the code 0

@@ -1,10 +1,10 @@
-"""What `ckpt verify` and `ckpt audit` find in quantised weights: parts that are missing or do not fit their scheme.
+"""Faults of quantised weights for `ckpt verify` and `ckpt audit`: parts that are missing or do not fit their scheme.
 
     faults_of(opened, config)                 by names, dtypes and shapes, and what torchao's headers state
     faults_of(opened, config, values=True)    also small tensors that say a shape (X_shape, bitsandbytes' states)
 
-The faults are those that `--dequantize` would end with, all of them. Of a scheme that is not known, and of integers and
-FP8 values that nothing says are codes, there is nothing to be said.
+The faults are all those that would stop `--dequantize`. Weights of unknown schemes are not judged, and neither are
+integers and FP8 values that nothing declares to be codes.
 Cost: some us a weight; with values a small read for each weight of a scheme that has such tensors.
 """
 
@@ -49,7 +49,7 @@ def _as_error(fault: WeightFault) -> CkptError:
 
 
 def _find_value_faults(opened: Opened, found: FoundWeights, state: str) -> list[CkptError]:
-    """What the values of small parts contradict: a recipe of each weight is made, and none is carried out."""
+    """Faults that only the values of small parts reveal. Making a weight's recipe finds them; it need not be run."""
     from ckpt_tool.quantised.codecs.choose_codec import make_recipe
     from ckpt_tool.run.computed import Input
 

@@ -1,12 +1,12 @@
-"""`--repack compressed-tensors`: weights of GPTQ and AWQ as compressed-tensors' `pack-quantized`, the same integers,
-scales and zero points (`repack_recipes` has the layouts), under a config that says so.
+"""`--repack compressed-tensors`: weights of GPTQ and AWQ as compressed-tensors' `pack-quantized`: the same integers,
+scales and zero points (`repack_recipes` has the layouts), and a config that declares them.
 
     m.qweight, m.scales, m.qzeros, m.g_idx   ->   m.weight_packed, m.weight_scale, m.weight_zero_point, m.weight_shape
 
-What compressed-tensors makes of them is, bit for bit, what the library that wrote them does in the dtype of the scales.
-Where that can't be, it is an error that says why: groups in the order of activations, groups that do not divide the
-inputs, and the arithmetic of bitsandbytes and MLX. Every other tensor stays as it is; modules that are not quantised
-are in `ignore`. Every weight is found again by what reads such folders, or it is a bug of ours.
+compressed-tensors dequantises the output to the same bits as the library that wrote the input, in the dtype of the
+scales. What can't be stored so is an error with a reason: groups in the order of activations, groups that do not divide
+the inputs, and the arithmetic of bitsandbytes and MLX. Every other tensor stays as it is; modules that are not
+quantised are listed in `ignore`. As a check, the reader of such folders has to find every weight in what is planned.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 OPTION = "--repack"
 NOTHING = "E1473"
-# why the weights of other libraries have no like
+# Library -> why its weights can't be stored as compressed-tensors stores integers.
 _WHY = {
     "bitsandbytes": "its floats are numbers of a table, or products of three factors that are rounded twice",
     "mlx": "its groups have a bias that is no multiple of their scale, or codes in an order of their own",
@@ -46,21 +46,23 @@ _WHY = {
 
 
 class _Weight(NamedTuple):
-    """One weight on its way."""
+    """A weight, and how it will be stored."""
 
     weight: Quantised
     packing: Packing
-    # role -> the tensor that is made, as `written_schemes.packed_parts` has it
+    # Role -> the new tensor, as `written_schemes.packed_parts` gives it.
     parts: Mapping[str, tuple[str, TensorKind]]
 
 
 def repack(chosen: Chosen, job: Conversion) -> Chosen:
-    """`chosen` whose weights of GPTQ and AWQ are compressed-tensors'.
+    """`chosen` with compressed-tensors' weights in place of those of GPTQ and AWQ.
 
-    Raises UsageError E1471 for what has no exact like there, also while reading; E1473 where there is nothing to
-    repack; E2725 for names that are not the hub's; E0264 with --plan and --ray; InconsistentCheckpoint E1472 while
-    reading for zero points that contradict the config; Incomplete E1460, InconsistentCheckpoint E1461 for parts that
-    are missing or do not fit."""
+    Raises:
+        UsageError: E1471 for what compressed-tensors can't store exactly, also while values are read; E1473 if there is
+            nothing to repack; E2725 for names that are not the hub's; E0264 with --plan and --ray.
+        Incomplete, InconsistentCheckpoint: E1460, E1461 for parts that are missing or do not fit; while values are
+            read, E1472 for zero points that contradict the config.
+    """
     writing = job.writing
     if writing.repack is None:
         return chosen
@@ -80,7 +82,7 @@ def repack(chosen: Chosen, job: Conversion) -> Chosen:
         planned.append(plan)
         recipes += _recipes(plan, {name: chosen.input(rows[name]) for name in weight.names})
 
-    # The config of the output, and a look with it at what will be written: is every weight found again?
+    # The config of the output. With it, a reader must find every weight in what will be written.
     parts_by_weight = {plan.weight.made: plan.parts for plan in planned}
     shapes = {name: row.tensor.shape for name, row in rows.items() if name not in found.names}
     packings = {plan.weight.made: plan.packing for plan in planned}
@@ -98,7 +100,7 @@ def repack(chosen: Chosen, job: Conversion) -> Chosen:
     )
     from ckpt_tool.quantised.codecs.choose_codec import transpose_view
 
-    # All parts but the shape are computed the other way round, and shown transposed.
+    # All parts but the shape are computed with inputs as rows, so they have to be transposed.
     transposed = {
         TensorKey(name) for parts in parts_by_weight.values() for role, (name, _) in parts.items() if role != "shape"
     }
@@ -147,7 +149,7 @@ def _refuse_others(scheme: DeclaredScheme | None, found: FoundWeights) -> None:
 
 
 def _plan_weight(weight: Quantised, rows: Mapping[str, Stored], *, symmetric: bool) -> _Weight:
-    """What a weight becomes. Raises UsageError E1471 where its groups have no like."""
+    """How a weight will be stored. Raises UsageError E1471 if compressed-tensors has no such groups."""
     inputs, _ = weight.shape
     scales = rows[weight.parts["scale"]].tensor
     if inputs % scales.shape[0] or inputs * weight.bits % 32:
@@ -163,7 +165,7 @@ def _plan_weight(weight: Quantised, rows: Mapping[str, Stored], *, symmetric: bo
 
 
 def _recipes(planned: _Weight, inputs_by_name: Mapping[str, Input]) -> Iterator[Recipe]:
-    """How the tensors of a weight are made. of: its tensors by name."""
+    """How to compute the new tensors of a weight. inputs_by_name: its present tensors."""
     from ckpt_tool.quantised.repack_recipes import Packed, RepackedScales, Shape, ZeroPoints
 
     weight, (outputs, inputs) = planned.weight, planned.weight.floats
@@ -173,7 +175,7 @@ def _recipes(planned: _Weight, inputs_by_name: Mapping[str, Input]) -> Iterator[
 
     def own(role: str) -> tuple[TensorKey, tuple[int, ...]]:
         name, kind = planned.parts[role]
-        return TensorKey(name), tuple(reversed(kind.shape))  # shown turned
+        return TensorKey(name), tuple(reversed(kind.shape))  # transposed later
 
     text = f"repacked {order} {bits} {planned.packing}"
     codes = inputs_by_name[weight.lead]
@@ -200,7 +202,7 @@ def _recipes(planned: _Weight, inputs_by_name: Mapping[str, Input]) -> Iterator[
 
 
 def _list_unwritten(planned: _Weight) -> Iterator[str]:
-    """Tensors of a weight that are not written: what they say is what compressed-tensors takes without them."""
+    """The tensors of a weight that are not written, because compressed-tensors assumes their contents."""
     for role, name in planned.weight.parts.items():
         if role == "g_idx" or (role == "zero_point" and planned.packing.symmetric):
             yield name

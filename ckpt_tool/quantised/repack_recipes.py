@@ -7,12 +7,13 @@ are read.
     zero points           (groups, out bits / 32), along out       the same, reordered     (out bits / 32, groups)
 
 Both store an integer q of n bits as itself where compressed-tensors stores value + 2^(n - 1), and take q - zero for
-value - zero: the bits are the same. So what is made here are matrices with inputs or groups as rows, which are shown
-turned (`choose_codec.transpose_view`): GPTQ's codes and all scales byte for byte, zero points with what GPTQ's first
-version takes off put back (`gptq.restore_zeros`), AWQ's words with their nibbles in order, and along the inputs.
+value - zero: the bits are the same. So the recipes give matrices with inputs or groups as rows, which are then
+transposed (`choose_codec.transpose_view`): GPTQ's codes and all scales byte for byte; zero points with the one added
+that GPTQ's first version subtracts (`gptq.restore_zeros`); AWQ's words with their nibbles in order, along the inputs.
 
-What the tensors that are left out would say is looked at where the scales are read: that each input is of the group in
-which it lies (`g_idx`), and that zero points of a symmetric quantiser are the middle.
+Two tensors are not written, because compressed-tensors assumes what they usually contain. This is checked while the
+scales are read: that each input belongs to the group in which it is stored (`g_idx`), and that the zero points of a
+symmetric quantiser are the middle.
 
 Cost: 3 ns a code of AWQ, GPTQ's are moved. Memory: a few blocks.
 Sources: those of `gptq`, and compressed-tensors 0.20 `compressors/pack_quantized/`.
@@ -46,7 +47,7 @@ ASYMMETRIC = "E1472"
 
 @dataclass(frozen=True, eq=False)
 class _ExactRectangles(ExactRecipe):
-    """A matrix whose items are made rectangle by rectangle."""
+    """A matrix that is computed rectangle by rectangle."""
 
     bits: int
     order: str
@@ -63,7 +64,7 @@ class _ExactRectangles(ExactRecipe):
         """The items of a rectangle of one row, or of whole rows."""
 
     def _read_zeros(self, read: Read, number: int, rectangle: Rectangle, wide: int) -> Words:
-        """Words of zero points, in the order of the outputs and as they are meant. wide: words of a row."""
+        """Words of zero points in the order of the outputs, with GPTQ's offset undone. wide: words of a row."""
         words_at_once = 1 if 32 % self.bits == 0 else self.bits  # words that are whole codes
         left = rectangle.left // words_at_once * words_at_once
         right = ceil_div(rectangle.right, words_at_once) * words_at_once
@@ -104,11 +105,11 @@ class ZeroPoints(_ExactRectangles):
 
 @dataclass(frozen=True, eq=False)
 class RepackedScales(_ExactRectangles):
-    """Scales, of shape (groups, outputs). Inputs: `scales`; then what is held against them, where it is there."""
+    """Scales, of shape (groups, outputs). Inputs: `scales`, then the tensors to check, if there are any."""
 
     group: int  # inputs of a group
-    # g_idx, zeros: the numbers of the inputs that say which group an input is of, and the zero points that are not
-    # written
+    # Which of the recipe's inputs are the groups of the inputs (`g_idx`) and the zero points that are not written; None
+    # without a check.
     g_idx: int | None
     zeros: int | None
 
@@ -124,7 +125,7 @@ class RepackedScales(_ExactRectangles):
         return read_rectangle(read, 0, rectangle, self.shape[1])
 
     def _check_groups(self, read: Read, number: int, rectangle: Rectangle) -> None:
-        """Raise UsageError E1471 for an input that is of another group than the one in which it lies."""
+        """Raise UsageError E1471 for an input that is not stored within its group."""
         low = rectangle.low * self.group
         high = rectangle.high * self.group
         wrong = np.flatnonzero(read(number, low, high) != np.arange(low, high) // self.group)
@@ -176,11 +177,12 @@ def pack_along_inputs(words: Words) -> Words:
 
 
 def list_middle_words(bits: int) -> Words:
-    """Words full of the zero point of a symmetric quantiser, as many as hold whole codes."""
+    """Words filled with the zero point of a symmetric quantiser: the fewest words that hold complete codes."""
     return pack_integers([-find_lowest_signed(bits)] * (32 // bits if 32 % bits == 0 else 32), bits)
 
 
 def activation_order_error(name: str, at: int) -> UsageError:
+    """The error E1471 for an input that is stored outside its group. name: of `g_idx`; at: the input."""
     return UsageError(
         f"{name}: input {at} is not in the group in which it is stored (`desc_act`), and compressed-tensors 0.20 has "
         "groups of neighbours alone",

@@ -1,9 +1,9 @@
-"""What the headers of a source state of torchao's tensors: it travels with them, in whatever format they are written.
+"""torchao's descriptions of its tensors, which safetensors files have in their headers: they are kept in conversions.
 
-It is among the extras of a folder of safetensors files. Into such a folder it goes as what every file states; a format
-with a place for extras keeps it there, and gives it back; elsewhere it is left behind with the extras, by name. Of
-weights that are floats now, or are removed, nothing is left to be stated. Tensors that come from pickles are stated
-nowhere: what they say of themselves is objects of torchao's classes.
+They are among the extras of a folder of safetensors files. In such a folder every file repeats them; a format that
+stores extras keeps them there and returns them; elsewhere they are dropped with the extras, and the report says so.
+Descriptions of weights that are floats now, or were removed, are not written. Tensors from pickles have none: there
+objects of torchao's classes take that role.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def refuse_lacking(lacking: Sequence[str]) -> None:
 
 
 def _headers(extras: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """`__metadata__` of each file, as the extras have it: what all agree on, and what is of one file."""
+    """`__metadata__` of each file, put together from the extras: entries common to all files, and those of one file."""
     common = _mapping(extras.get(_COMMON))
     by_file = [_mapping(each) for each in _mapping(extras.get(_BY_FILE)).values()]
     return [{**common, **each} for each in by_file or [{}]]

@@ -1,4 +1,4 @@
-"""What `ckpt inspect` says of quantised weights: counted as what they stand for, from headers and config alone.
+"""Counts of quantised weights for `ckpt inspect`: as the weights they encode, from headers and config alone.
 
     parameters: weights, not packed bytes, and no scales; bytes: those that are stored
 
@@ -63,7 +63,7 @@ def summary(opened: Opened, reading: Reading, listed: Collection[str] | None) ->
 
 
 def config_of(opened: Opened, reading: Reading) -> Mapping[str, Any] | None:
-    """The config, None where there is none that can be read: what is to be seen of the tensors is seen without."""
+    """The config, None if there is none or it can't be read: the tensors can be counted without one."""
     try:
         return read_config(reading.config) if reading.config else quantised_config(opened)
     except UsageError:
@@ -81,7 +81,7 @@ def _blocks(catalog: Catalog) -> Iterator[RowBlock]:
 
 
 def _sizes(names: Iterable[str], kinds: Mapping[str, TensorKind], tensors: Alike) -> tuple[int, int]:
-    """(elements, bytes) of the listed tensors that are like `names`."""
+    """(elements, bytes) of the listed tensors in the classes of `names`."""
     numel = nbytes = 0
     for name in names:
         (dtype, shape), count = kinds[name], tensors.count(name)
@@ -91,7 +91,7 @@ def _sizes(names: Iterable[str], kinds: Mapping[str, TensorKind], tensors: Alike
 
 
 def _scheme_of(kinds: Mapping[str, TensorKind], found: FoundWeights) -> str:
-    """In words where no config says: what the codes are."""
+    """The scheme in words, from the codes, for a model whose config declares none."""
     return ", ".join(
         sorted({f"{kinds[weight.lead].dtype.name} codes of {weight.bits} bits" for weight in found.weights.values()})
     )

@@ -1,4 +1,4 @@
-"""Codes as bytes, and what they stand for before any scale: tables, and packed integers in both directions.
+"""Codes as bytes, and the numbers they encode before any scale: tables, and packing and unpacking of integers.
 
     list_byte_values(DTYPES["F8_E4M3"])[0x38]             == 1.0           256 floats, one for each byte
     decode_halves(FP4, np.array([0x42], np.uint8))        == [1.0, 2.0]    the low half of a byte first
@@ -57,7 +57,7 @@ def decode_halves(values: Floats, line: Bytes, *, high_first: bool = False) -> F
     """The floats of a line of bytes, two a byte.
 
     Args:
-        values: the sixteen floats that half a byte stands for.
+        values: the sixteen floats that half a byte can encode.
         high_first: is the high half of a byte the first of the two? bitsandbytes and torchao's states have it so.
     """
     return looked_up(_list_pairs(values.tobytes(), high_first), line).view(np.float32)
@@ -65,8 +65,8 @@ def decode_halves(values: Floats, line: Bytes, *, high_first: bool = False) -> F
 
 @lru_cache(maxsize=64)
 def _list_pairs(values: bytes, high_first: bool) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """For every byte the floats of its two halves, as one 64-bit word. By the bits of the values, which tell zeros of
-    either sign apart."""
+    """For every byte the floats of its two halves, as one 64-bit word. The cache's key is the bytes of the values,
+    which differ for 0.0 and -0.0 while the numbers are equal."""
     of_half = np.frombuffer(values, np.float32)
     all_bytes = np.arange(256)
     low_half = of_half[all_bytes & 15]
@@ -79,7 +79,7 @@ def _list_pairs(values: bytes, high_first: bool) -> np.ndarray[Any, np.dtype[np.
 
 
 def find_lowest_signed(bits: int) -> int:
-    """The number that the code 0 of compressed-tensors' packed integers stands for.
+    """The number that the code 0 encodes in compressed-tensors' packed integers.
 
     >>> find_lowest_signed(4)
     -8
@@ -99,7 +99,7 @@ def unpack_rows(stream: Bytes, bits: int, skip: int, count: int, lowest: int) ->
         stream: (rows, bytes), each row a stream of bits.
         skip: bits of each row before the first code that is wanted; a multiple of `bits` where those are 4 or 8.
         count: codes of each row that are wanted.
-        lowest: the number that the code 0 stands for.
+        lowest: the number that the code 0 encodes.
 
     Returns: (rows, count), in memory of its own.
     """

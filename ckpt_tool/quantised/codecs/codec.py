@@ -7,10 +7,11 @@
     int4 (pack-quantized)     PackedRows                RowBlocks      [- zero] * scale
     mxfp4, nvfp4              Halves                    RowBlocks      * scale [* or / global scale]
     GPTQ, AWQ                 PackedColumns, AwqWords   RowGroups      - zero, * scale
-    MLX, affine               PackedRows                RowBlocks      * scale, + bias, each rounded to the scales'
-    dtype MLX, of floats            Halves, Bytes             RowBlocks      * scale bitsandbytes, 4 bits      Halves of
-    a stored table  a row a block  * scale, itself a code in some files bitsandbytes, 8 bits      Bytes
-    RowBlocks      * scale, * 1 / 127 BitNet                    Trits                     none           * or / scale
+    MLX, affine               PackedRows                RowBlocks      * scale, + bias, each rounded to scales' dtype
+    MLX, of floats            Halves, Bytes             RowBlocks      * scale
+    bitsandbytes, 4 bits      Halves of a stored table  a row a block  * scale, itself a code in some files
+    bitsandbytes, 8 bits      Bytes                     RowBlocks      * scale, * 1 / 127
+    BitNet                    Trits                     none           * or / scale
     torchao's states          Halves, Bytes of a table  a row a block  * scale
 
 A layout is a row of this table: its module (`fp8`, `int4`, `gptq`, ...) says which parts a weight has and makes a
@@ -46,7 +47,7 @@ Table = Callable[[Read], Floats]  # the floats that codes stand for, which may b
 
 
 class CodeReader(Protocol):
-    """Where codes are stored, and what they stand for before any scale."""
+    """Reads the codes of a weight as the numbers they encode, before any scale is applied."""
 
     def read_codes(self, read: Read, rectangle: Rectangle) -> Floats:
         """The codes of a rectangle as floats, (rows, columns), in memory of their own."""
@@ -63,7 +64,7 @@ class OperandGrid(Protocol):
     """Numbers that codes are computed with: scales, zero points, biases."""
 
     def read_rows(self, read: Read, low: int, high: int, rectangle: Rectangle) -> Floats:
-        """Rows [low, high), as `scale_grid.apply_rows` takes them."""
+        """Rows [low, high) in the form that `scale_grid.apply_rows` expects."""
 
 
 class Step(NamedTuple):
@@ -178,7 +179,7 @@ class PackedRows:
 
     columns: int
     bits: int
-    lowest: int  # what the code 0 stands for
+    lowest: int  # the number that the code 0 encodes
 
     def read_codes(self, read: Read, rectangle: Rectangle) -> Floats:
         """As `CodeReader.read_codes`."""

@@ -37,7 +37,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 NO_LIBRARY = "E1710"
 _TILE = 1 << 18  # elements that the library makes at once: its steps take some 40 bytes each
 _FEW = 128  # blocks that go to the library with one that compiled code does not make
-# types of a half-precision scale and codes of so few bits, the lowest first: what each code stands for
+# Types with a half-precision scale and codes of very few bits: (bits of a code, the number that each code encodes).
 _FEW_BITS: Mapping[str, tuple[int, tuple[int, ...]]] = {"Q1_0": (1, (-1, 1)), "Q2_0": (2, (-1, 0, 1, 2))}
 # where a block has half-precision numbers, in bytes from its start
 _HALVES: Mapping[str, tuple[int, ...]] = {
@@ -53,7 +53,7 @@ _HALVES: Mapping[str, tuple[int, ...]] = {
 
 @dataclass(frozen=True, eq=False)
 class FloatsOfBlocks(Recipe):
-    """The floats that the items of its one input stand for."""
+    """The floats that the blocks of its one input encode."""
 
     def values(self, read: Read, start: int, stop: int) -> Floats:
         out = np.empty(stop - start, np.float32)
@@ -109,7 +109,7 @@ class FloatsOfBlocks(Recipe):
 
 @dataclass(frozen=True, eq=False)
 class BlocksOfFloats(ExactRecipe):
-    """The blocks that stand for the values of its one input. kind: their type, `as_dtype` as a dtype."""
+    """The blocks that encode the values of its one input. `as_dtype` is the dtype of their type."""
 
     as_dtype: DType
 

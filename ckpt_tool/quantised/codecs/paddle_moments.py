@@ -1,4 +1,4 @@
-"""Quantised optimizer states of Paddle as the floats that they stand for (`weight_schemes.paddle_states` says what is
+"""Quantised optimizer states of Paddle as the floats that they encode (`weight_schemes.paddle_states` describes what is
 stored).
 
     w [exp_avg@int8] I8 (4, 8), w [exp_avg@scales] F32 (8,)   ->   w [exp_avg] F32 (4, 8)

@@ -111,7 +111,7 @@ class PackedZeros:
     words: int  # words of a column of each matrix
     columns: int
     width: int  # columns of the tensor that share a zero point
-    lowest: int  # what the code 0 stands for
+    lowest: int  # the number that the code 0 encodes
 
     def read_rows(self, read: Read, low: int, high: int, rectangle: Rectangle) -> Floats:
         """As `ScaleGrid.read_rows`; every row of the tensor has a row of zero points."""

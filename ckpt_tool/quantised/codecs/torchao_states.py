@@ -1,4 +1,4 @@
-"""Optimizer states that torchao keeps as codes, as the floats that they stand for: a table look-up times a scale.
+"""Optimizer states that torchao keeps as codes, as the floats that they encode: a table look-up times a scale.
 
     w [exp_avg@codes] U8 (128, 64), w [exp_avg@scale] F32 (32,), w [exp_avg@qmap] F32 (256,)  ->  w [exp_avg] F32
 
@@ -80,7 +80,7 @@ def _make_recipe(key: TensorKey, parts: dict[str, LogicalTensor], source: Tree) 
 
 
 def _read_table(bits: int) -> Table:
-    """The floats that codes of so many bits stand for, of input 2."""
+    """The floats that codes of so many bits encode, read from input 2."""
     return lambda read: read(2, 0, 1 << bits)
 
 
