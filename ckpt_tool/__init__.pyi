@@ -148,7 +148,8 @@ def audit(
         lenient: Warn instead of refusing where no value depends on it.
         require_checksums: Refuse records that have no checksum.
         prefer: Choose between two sets of files in one folder, by format, index, file next to an index, `files`
-            (without their index) or variant: prefer="fp16".
+            (without their index) or variant: prefer="fp16"; or between two models in one file, by their level:
+            prefer="teacher".
         replica_policy: Choose what happens where replicas differ: an error (the default), or the first is taken.
         family: Name the model family where the files don't: family="llama".
         config: Take the model's config.json from this file, or from this folder with its tokenizer: config="hf".
@@ -245,7 +246,8 @@ def convert(
         lenient: Warn instead of refusing where no value depends on it.
         require_checksums: Refuse records that have no checksum.
         prefer: Choose between two sets of files in one folder, by format, index, file next to an index, `files`
-            (without their index) or variant: prefer="fp16".
+            (without their index) or variant: prefer="fp16"; or between two models in one file, by their level:
+            prefer="teacher".
         replica_policy: Choose what happens where replicas differ: an error (the default), or the first is taken.
         family: Name the model family where the files don't: family="llama".
         config: Take the model's config.json from this file, or from this folder with its tokenizer: config="hf".
@@ -374,7 +376,8 @@ def delta(
         lenient: Warn instead of refusing where no value depends on it.
         require_checksums: Refuse records that have no checksum.
         prefer: Choose between two sets of files in one folder, by format, index, file next to an index, `files`
-            (without their index) or variant: prefer="fp16".
+            (without their index) or variant: prefer="fp16"; or between two models in one file, by their level:
+            prefer="teacher".
         replica_policy: Choose what happens where replicas differ: an error (the default), or the first is taken.
         family: Name the model family where the files don't: family="llama".
         config: Take the model's config.json from this file, or from this folder with its tokenizer: config="hf".
@@ -439,7 +442,8 @@ def diff(
         lenient: Warn instead of refusing where no value depends on it.
         require_checksums: Refuse records that have no checksum.
         prefer: Choose between two sets of files in one folder, by format, index, file next to an index, `files`
-            (without their index) or variant: prefer="fp16".
+            (without their index) or variant: prefer="fp16"; or between two models in one file, by their level:
+            prefer="teacher".
         replica_policy: Choose what happens where replicas differ: an error (the default), or the first is taken.
         family: Name the model family where the files don't: family="llama".
         config: Take the model's config.json from this file, or from this folder with its tokenizer: config="hf".
@@ -491,7 +495,8 @@ def inspect(
         lenient: Warn instead of refusing where no value depends on it.
         require_checksums: Refuse records that have no checksum.
         prefer: Choose between two sets of files in one folder, by format, index, file next to an index, `files`
-            (without their index) or variant: prefer="fp16".
+            (without their index) or variant: prefer="fp16"; or between two models in one file, by their level:
+            prefer="teacher".
         replica_policy: Choose what happens where replicas differ: an error (the default), or the first is taken.
         family: Name the model family where the files don't: family="llama".
         config: Take the model's config.json from this file, or from this folder with its tokenizer: config="hf".
@@ -534,7 +539,8 @@ def latest(
         lenient: Warn instead of refusing where no value depends on it.
         require_checksums: Refuse records that have no checksum.
         prefer: Choose between two sets of files in one folder, by format, index, file next to an index, `files`
-            (without their index) or variant: prefer="fp16".
+            (without their index) or variant: prefer="fp16"; or between two models in one file, by their level:
+            prefer="teacher".
         replica_policy: Choose what happens where replicas differ: an error (the default), or the first is taken.
         family: Name the model family where the files don't: family="llama".
         config: Take the model's config.json from this file, or from this folder with its tokenizer: config="hf".
@@ -711,7 +717,8 @@ def merge(
         lenient: Warn instead of refusing where no value depends on it.
         require_checksums: Refuse records that have no checksum.
         prefer: Choose between two sets of files in one folder, by format, index, file next to an index, `files`
-            (without their index) or variant: prefer="fp16".
+            (without their index) or variant: prefer="fp16"; or between two models in one file, by their level:
+            prefer="teacher".
         replica_policy: Choose what happens where replicas differ: an error (the default), or the first is taken.
         family: Name the model family where the files don't: family="llama".
         config: Read a mergekit config, which names the sources; only OUT is given then: config="merge.yaml".
@@ -828,7 +835,8 @@ def patch(
         lenient: Warn instead of refusing where no value depends on it.
         require_checksums: Refuse records that have no checksum.
         prefer: Choose between two sets of files in one folder, by format, index, file next to an index, `files`
-            (without their index) or variant: prefer="fp16".
+            (without their index) or variant: prefer="fp16"; or between two models in one file, by their level:
+            prefer="teacher".
         replica_policy: Choose what happens where replicas differ: an error (the default), or the first is taken.
         family: Name the model family where the files don't: family="llama".
         config: Take the model's config.json from this file, or from this folder with its tokenizer: config="hf".
@@ -993,7 +1001,8 @@ def plan(
         lenient: Warn instead of refusing where no value depends on it.
         require_checksums: Refuse records that have no checksum.
         prefer: Choose between two sets of files in one folder, by format, index, file next to an index, `files`
-            (without their index) or variant: prefer="fp16".
+            (without their index) or variant: prefer="fp16"; or between two models in one file, by their level:
+            prefer="teacher".
         replica_policy: Choose what happens where replicas differ: an error (the default), or the first is taken.
         family: Name the model family where the files don't: family="llama".
         config: Take the model's config.json from this file, or from this folder with its tokenizer: config="hf".
@@ -1112,7 +1121,8 @@ def prune(
         lenient: Warn instead of refusing where no value depends on it.
         require_checksums: Refuse records that have no checksum.
         prefer: Choose between two sets of files in one folder, by format, index, file next to an index, `files`
-            (without their index) or variant: prefer="fp16".
+            (without their index) or variant: prefer="fp16"; or between two models in one file, by their level:
+            prefer="teacher".
         replica_policy: Choose what happens where replicas differ: an error (the default), or the first is taken.
         family: Name the model family where the files don't: family="llama".
         config: Take the model's config.json from this file, or from this folder with its tokenizer: config="hf".
@@ -1209,7 +1219,8 @@ def reshard(
         lenient: Warn instead of refusing where no value depends on it.
         require_checksums: Refuse records that have no checksum.
         prefer: Choose between two sets of files in one folder, by format, index, file next to an index, `files`
-            (without their index) or variant: prefer="fp16".
+            (without their index) or variant: prefer="fp16"; or between two models in one file, by their level:
+            prefer="teacher".
         replica_policy: Choose what happens where replicas differ: an error (the default), or the first is taken.
         family: Name the model family where the files don't: family="llama".
         config: Take the model's config.json from this file, or from this folder with its tokenizer: config="hf".
@@ -1348,7 +1359,8 @@ def verify(
         lenient: Warn instead of refusing where no value depends on it.
         require_checksums: Refuse records that have no checksum.
         prefer: Choose between two sets of files in one folder, by format, index, file next to an index, `files`
-            (without their index) or variant: prefer="fp16".
+            (without their index) or variant: prefer="fp16"; or between two models in one file, by their level:
+            prefer="teacher".
         replica_policy: Choose what happens where replicas differ: an error (the default), or the first is taken.
         family: Name the model family where the files don't: family="llama".
         config: Take the model's config.json from this file, or from this folder with its tokenizer: config="hf".

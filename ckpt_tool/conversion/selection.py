@@ -44,7 +44,8 @@ def sound(chosen: Chosen, job: Conversion) -> Chosen:
     opened.catalog.check()
     if not job.reading.lenient:
         more = list(_other_saves(opened))
-        more += two_in_one_state(opened.tree, opened.catalog, _removed_extras(opened, job))
+        if not left_by_word(job.writing.states, job.writing.drop)(MODEL):
+            more += two_in_one_state(opened.tree, opened.catalog, _removed_extras(opened, job))
         more += _faults_of_adapter(opened, job)
         check_sound(opened.catalog, opened.format.holds, more)
     refuse_left_optimizer(opened, job)

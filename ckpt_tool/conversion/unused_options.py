@@ -3,7 +3,7 @@
     ckpt merge model out --dialect megatron      E3021: merge keeps names
     ckpt patch base delta out --as-model ema     E3021: a delta holds the model alone
     ckpt convert src out --model-only            E3021: nothing is removed
-    ckpt convert src out --prefer fp61           E3016: no file of the source is called so
+    ckpt convert src out --prefer fp61           E3016: no file of the source is called so, and no level of one
 
 Which passes a verb leaves out (`passes`) says which options would be ignored. What holds anyway (`--dialect keep`) may
 be given, as scripts do for every target.
@@ -15,6 +15,7 @@ import re
 
 from ckpt_tool.core.tensor import MODEL
 from ckpt_tool.errors import UsageError
+from ckpt_tool.formats.state_dict.roots import Roots
 from ckpt_tool.option_kinds.statement import options_given
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.options.writing import Writing
@@ -22,6 +23,7 @@ from ckpt_tool.sources.opening import Opened
 
 CODE = "E3021"
 NOT_OF_SOURCE = "E3016"
+SHOWN_LEVELS = 6
 _WITHOUT_INDEX = "files"  # of `--prefer`
 _LORA_WORDS = (".lora_", ".adapter.")  # PEFT's names and Megatron's
 
@@ -62,7 +64,8 @@ def refuse_dropped_model(verb: str, writing: Writing) -> None:
 
 def refuse_unused_reading(reading: Reading, *sources: Opened) -> None:
     """Raise UsageError E3016 for options about something that none of the sources has: the alpha of a LoRA, and files
-    between which --prefer would choose. A name of what is read anyway may be given, as scripts do."""
+    or levels of a file between which --prefer would choose. A name of what is read anyway may be given, as scripts
+    do."""
     prefer = reading.prefer
     if reading.lora_alpha is not None and not any(map(_holds_lora, sources)):
         raise UsageError(
@@ -71,10 +74,10 @@ def refuse_unused_reading(reading: Reading, *sources: Opened) -> None:
             path=sources[-1].path,
             hint="leave it off, or pass the adapter",
         )
-    if prefer is not None and not any(_names_files(prefer, opened) for opened in sources):
-        shown = ", ".join(sources[-1].catalog.files[:4])
+    if prefer is not None and not any(_names_model(opened) or _names_files(prefer, opened) for opened in sources):
+        shown = ", ".join([*sources[-1].catalog.files[:4], *_levels(sources[-1])])
         raise UsageError(
-            f"--prefer {prefer} has no effect: {sources[-1].path} has no such files",
+            f"--prefer {prefer} has no effect: {sources[-1].path} has no such files, and no such level with a model",
             code=NOT_OF_SOURCE,
             path=sources[-1].path,
             hint=f"leave it off, or name what is there, such as {shown}",
@@ -85,6 +88,23 @@ def _holds_lora(opened: Opened) -> bool:
     if opened.format.holds.adapter:
         return True
     return any(word in key.name for key in opened.catalog.tensors for word in _LORA_WORDS)
+
+
+def _names_model(opened: Opened) -> bool:
+    """Was the level of the model's tensors named by the user?"""
+    roots = opened.catalog.hints.get(Roots)
+    return roots is not None and roots.chosen
+
+
+def _levels(opened: Opened) -> list[str]:
+    """The first of the top levels of a nested state, without those that hold no more than a few values."""
+    levels: dict[str, None] = {}
+    for tensor in opened.catalog.tensors.values():
+        if len(tensor.path) > 1 and len(tensor.shape) > 1:
+            levels.setdefault(str(tensor.path[0]))
+        if len(levels) == SHOWN_LEVELS:
+            break
+    return list(levels)
 
 
 def _names_files(prefer: str, opened: Opened) -> bool:

@@ -113,7 +113,7 @@ class ReadOptions(NamedTuple):
     """What a user may say of a source beside its path, and what formats, which know no families, are told."""
 
     lenient: bool = False  # faults that leave the values sound are notes
-    prefer: str | None = None  # which of several kinds of files to read
+    prefer: str | None = None  # which of several kinds of files to read, or which level of a file holds the model
     require_checksums: bool = False  # an error for what no checksum covers
     # family, config: the model type and the config.json, where the files hold none
     family: str | None = None

@@ -90,7 +90,7 @@ def two_in_one_state(
     from ckpt_tool.formats.state_dict.words import is_second_model
 
     roots = catalog.hints.get(Roots)
-    if roots is None or not roots.model:
+    if roots is None or not roots.model or roots.chosen:
         return
     levels: dict[str, dict[str, LogicalTensor]] = {}
     for key, tensor in catalog.tensors.items():
@@ -117,7 +117,8 @@ def two_in_one_state(
                 path=tree.display(),
                 key=differing[0],
                 faults=[f"{name} too" for name in differing[1:50]],
-                hint=f"--remove-keys '{level}.*' takes {shown}; for {level}, save that alone in a file of its own",
+                hint=f"say which is meant: --prefer {shown}, or --prefer {level}; the other is kept as extras, or left"
+                " out where the target holds none",
             )
 
 

@@ -31,7 +31,7 @@ class Reading:
     require_checksums: bool = READING.flag("Refuse records that have no checksum.")
     prefer: str | None = READING.option(
         "Choose between two sets of files in one folder, by format, index, file next to an index, `files` (without "
-        "their index) or variant: --prefer fp16.",
+        "their index) or variant: --prefer fp16; or between two models in one file, by their level: --prefer teacher.",
         text,
         "WHICH",
     )

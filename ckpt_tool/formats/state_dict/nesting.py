@@ -27,6 +27,7 @@ from ckpt_tool.formats.state_dict.optimizer_ids import Candidate, align
 from ckpt_tool.formats.state_dict.paths import Leaf, name_leaves
 from ckpt_tool.formats.state_dict.roots import Ordered, Roots
 from ckpt_tool.formats.state_dict.tree import SLOT, dotted, join, value_at, with_changed
+from ckpt_tool.formats.state_dict.words import is_second_model
 from ckpt_tool.storage.pickles.pickle_values import OrderedMap
 from ckpt_tool.storage.pickles.pickle_writer import dumps
 
@@ -57,7 +58,9 @@ def nest(wanted: Wanted, places: Sequence[Any], *, whole_numbers: bool) -> Neste
     if known is not None and known.ids and not whole_numbers:
         wanted, extras, known = _with_names_for_numbers(wanted, extras, known)
 
-    attempts: list[tuple[Roots, bool]] = [(Roots(), False)] if known is None else [(known, True), (Roots(), False)]
+    attempts: list[tuple[Roots, bool]] = [(Roots(), False)]
+    if known is not None and not (known.chosen and _has_second_model(wanted, known)):
+        attempts.insert(0, (known, True))
     for roots, kept in attempts:
         here = _without_removed(extras, wanted, roots)
         paths = _paths(wanted, roots, here, kept=kept, whole_numbers=whole_numbers)
@@ -84,6 +87,12 @@ def nest(wanted: Wanted, places: Sequence[Any], *, whole_numbers: bool) -> Neste
     for path, attributes in ordered(wanted.hints) if kept else ():
         tree = _order(tree, path, attributes)
     return Nested(tree, paths, notes)
+
+
+def _has_second_model(wanted: Wanted, roots: Roots) -> bool:
+    """Is there another level that a reader could take for the model? The user has named one of the two, and a reader
+    of what is written shall not have to ask again."""
+    return any(is_second_model(tensor.path, roots.model) for tensor in wanted.tensors)
 
 
 def _with_names_for_numbers(

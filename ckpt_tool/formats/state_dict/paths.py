@@ -75,7 +75,6 @@ from ckpt_tool.formats.state_dict.words import (
     OPTIMIZER_ROOTS,
     OPTIMIZER_STATES,
     is_average,
-    is_second_model,
 )
 
 UNNAMED = "N-unnamed-parameters"  # the note on an optimizer whose numbers keep
@@ -102,13 +101,26 @@ class Named(NamedTuple):
     faults: Mapping[TensorKey, CkptError] = MappingProxyType({})  # of tensors that can't be read as what they are
 
 
-def name_leaves(leaves: Sequence[Leaf], extras: Mapping[str, Any], *, path: str = "") -> Named:
+def name_leaves(
+    leaves: Sequence[Leaf], extras: Mapping[str, Any], *, path: str = "", prefer: str | None = None
+) -> Named:
     """Logical keys for the tensors of one state.
 
     Args:
         leaves: the tensors in the state's own order. extras: what hung beside them (`formats.state_dict.tree.part`).
         path: the file, for notes.
+        prefer: the level that holds the model, if the user names one (`--prefer`).
     """
+    named = _name_state(leaves, extras, path)
+    if prefer is None:
+        return named
+    from ckpt_tool.formats.state_dict.one_level import name_one_level
+
+    return name_one_level(leaves, extras, prefer, named, path, _name_state)
+
+
+def _name_state(leaves: Sequence[Leaf], extras: Mapping[str, Any], path: str) -> Named:
+    """`name_leaves` by what can be seen in the state alone."""
     naming = _Naming(leaves, extras, path)
     naming.nested_optimizers()
     naming.side_roots()
@@ -412,24 +424,36 @@ class _Naming:
             )
 
     def _note_second_models(self, members: Sequence[int]) -> None:
-        """Note what hangs on another level that a model may be called by. members: leaves of the model and extras."""
-        others: dict[str, list[Path]] = {}
+        """Note what is on another level that a model may be called by, or that has weights. members: leaves of the
+        model and extras."""
+        others: dict[str, list[int]] = {}
         for i in members:
+            key = self.keys[i]
             path = self.leaves[i].path
-            if is_second_model(path, self.root or ()):
-                others.setdefault(str(path[0]), []).append(path)
-        if not others:
-            return
+            if key is not None and key.state == EXTRAS and self._may_be_weights(path):
+                others.setdefault(str(path[0]), []).append(i)
 
         shown = dotted(self.root or ())
-        names = {candidate.name for candidate in self._model()}
-        for word, paths in others.items():
-            is_as_model = all(clean(dotted(path[1:])) in names for path in paths)
-            what = "under the model's names too" if is_as_model else "of another model"
+        names = {candidate.name for candidate in self._model()} if others else set()
+        for word, own in others.items():
+            is_called_model = word in MODEL_ROOTS
+            if not is_called_model and not any(len(self.leaves[i].shape) > 1 for i in own):
+                continue
+            is_as_model = all(clean(dotted(self.leaves[i].path[1:])) in names for i in own)
+            what = "of another model" if is_called_model else "of other names"
+            if is_as_model:
+                what = "under the model's names too"
             self.note(
                 "N-second-model",
-                f"{word} holds {len(paths)} tensors {what}, which are kept as extras: the model is read from {shown}",
+                f"{word} holds {len(own)} tensors {what}, which are kept as extras: the model is read from {shown},"
+                f" and --prefer {word} takes it from there",
             )
+
+    def _may_be_weights(self, path: Path) -> bool:
+        """Is a tensor of the extras below a top level next to the model's, and no state of a random generator?"""
+        if not self.root or len(path) < 2 or path[0] in (EXTRAS, self.root[0]):
+            return False
+        return not _RNG.search(dotted(path))
 
     def _is_of_a_trainer(self, path: Path) -> bool:
         """Is a tensor below the top of a bare model a value of its trainer, whatever its name looks like?"""

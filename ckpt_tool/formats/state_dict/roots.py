@@ -36,6 +36,7 @@ class Roots(Hint):
     dotted: bool = False  # the whole path is one key (a DCP without planner_data)
     # path of an optimizer -> its numbers' names, as `{"0": "embed.weight"}`
     ids: Mapping[Path, Mapping[str, str]] = field(default_factory=dict)
+    chosen: bool = False  # the user named the model's level (`--prefer`): another model next to it is no contradiction
 
     def path(self, key: TensorKey) -> Path:
         """Where a tensor of this key belongs."""
@@ -62,6 +63,7 @@ class Roots(Hint):
             "flat": self.flat,
             "dotted": self.dotted,
             "ids": [[list(path), dict(names)] for path, names in self.ids.items()],
+            **({"chosen": True} if self.chosen else {}),
         }
 
     @classmethod
@@ -82,7 +84,8 @@ class Roots(Hint):
             if path is None or not isinstance(names, Mapping):
                 return None
             known[path] = {str(n): str(name) for n, name in names.items() if numeral(n)}
-        return Roots(model, optimizer, ema, master, bool(plain.get("flat")), bool(plain.get("dotted")), known)
+        flags = (bool(plain.get("flat")), bool(plain.get("dotted")))
+        return Roots(model, optimizer, ema, master, *flags, known, chosen=bool(plain.get("chosen")))
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ def read_tree(tree: Tree, options: ReadOptions) -> Catalog:
                 finished=tree.exists(f"{listing.folder}metadata.json"),
             )
     check_files(tree, listings, saves[0].folder + saves[0].metadata[0])
-    catalog = _DcpReading(tree, saves, listings).catalog(required=options.require_checksums)
+    catalog = _DcpReading(tree, saves, listings).catalog(options)
     catalog.check()
     return catalog
 
@@ -67,13 +67,13 @@ class _DcpReading:
         self.saves = saves
         self.state = State(tree, listings)
 
-    def catalog(self, *, required: bool) -> Catalog:
-        """The catalog of all saves. required: refuse files without checksums."""
+    def catalog(self, options: ReadOptions) -> Catalog:
+        """The catalog of all saves."""
         state = self.state
         listings = self.state.listings
         extras = state.extras.finished()
         leaves = [Leaf(tensor.path, tensor.shape) for tensor in state.tensors]
-        named = name_leaves(leaves, extras, path=self.tree.display(self._metadata()[0]))
+        named = name_leaves(leaves, extras, path=self.tree.display(self._metadata()[0]), prefer=options.prefer)
 
         # A tensor whose state can't be named is listed as unread, so that the others remain readable.
         tensors, unread = set_apart(
@@ -104,7 +104,7 @@ class _DcpReading:
                 *state.notes(),
                 *notes_of(unread),
                 *self._beside(),
-                *checksums.missing(self.tree, tensors.values(), required=required),
+                *checksums.missing(self.tree, tensors.values(), required=options.require_checksums),
             ),
             unsafe=state.all_unsafe(),
             hints=hints,

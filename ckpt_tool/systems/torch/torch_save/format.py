@@ -145,13 +145,13 @@ def _read(tree: Tree, chosen: ChosenFiles, options: ReadOptions) -> Catalog:
     from ckpt_tool.systems.torch.torch_save import ranks as torch_ranks  # few sources are of this kind
 
     if chosen.ranks:
-        return torch_ranks.read(tree, chosen, required=required)
+        return torch_ranks.read(tree, chosen, required=required, prefer=options.prefer)
     files = read_by_file(expected, lambda name: read_content(tree, name, dtensors=True))
     if any(file.wrapped for file in files.values()):  # DTensors or ShardedTensors: per-rank files, whatever the name
         own = [(torch_choice.rank_files([n]) or (TorchRankFile(n, "", None, None),))[0]._replace(name=n) for n in files]
-        return torch_ranks.read(tree, replace(chosen, ranks=tuple(own)), required=required)
+        return torch_ranks.read(tree, replace(chosen, ranks=tuple(own)), required=required, prefer=options.prefer)
     notes = [*chosen.notes, *_hold_against(tree, expected, files, lenient=options.lenient)]
-    return with_optimizer(tree, _catalog(tree, chosen, files, notes, required=required), options, in_order=True)
+    return with_optimizer(tree, _catalog(tree, chosen, files, notes, options), options, in_order=True)
 
 
 def _refuse_one_beside(tree: Tree, path: str) -> None:
@@ -257,7 +257,7 @@ def _hold_against(
 
 
 def _catalog(
-    tree: Tree, chosen: ChosenFiles, files: Mapping[str, TorchContent], notes: list[Note], *, required: bool
+    tree: Tree, chosen: ChosenFiles, files: Mapping[str, TorchContent], notes: list[Note], options: ReadOptions
 ) -> Catalog:
     found = [leaf for file in files.values() for leaf in file.leaves]
     extras: dict[str, Any] = {}
@@ -269,7 +269,7 @@ def _catalog(
     if _is_hugging_face(chosen, leaves, extras):
         named = Named([TensorKey(clean(str(leaf.path[0]))) for leaf in leaves], [], Roots(model=()))
     else:
-        named = name_leaves(leaves, extras, path=tree.display(next(iter(files), "")))
+        named = name_leaves(leaves, extras, path=tree.display(next(iter(files), "")), prefer=options.prefer)
 
     tensors, unread = set_apart(
         {key: simple_tensor(key, array, path) for key, (path, array) in zip(named.keys, found, strict=True)},
@@ -289,7 +289,7 @@ def _catalog(
         *notes_of(unread),
         *coded_notes(tensors.values()),
         *_sharing(tensors),
-        *checksums.missing(tree, tensors.values(), required=required),
+        *checksums.missing(tree, tensors.values(), required=options.require_checksums),
     ]
 
     return Catalog(

@@ -85,8 +85,12 @@ class _RankStates:
     kinds: dict[str, list[int]] = field(default_factory=dict)  # kind of file -> the ranks read so far, in order
 
 
-def read(tree: Tree, chosen: ChosenFiles, *, required: bool) -> Catalog:
-    """Read the per-rank files `chosen.ranks` into one catalog. required: refuse files without CRCs.
+def read(tree: Tree, chosen: ChosenFiles, *, required: bool, prefer: str | None = None) -> Catalog:
+    """Read the per-rank files `chosen.ranks` into one catalog.
+
+    Args:
+        required: refuse files without CRCs.
+        prefer: the level of the state that holds the model, if the user names one.
 
     Raises Incomplete E0380 naming the ranks without a file or a tensor, InconsistentCheckpoint E0384 (files of two
     jobs) and E0354 (ranks that disagree), InputError E0399 (a part that can't be placed).
@@ -107,7 +111,7 @@ def read(tree: Tree, chosen: ChosenFiles, *, required: bool) -> Catalog:
         tensors.append(tensor)
         leaves.append(Leaf(path, tensor.shape))
 
-    named = name_leaves(leaves, state.extras, path=tree.display(chosen.ranks[0].name))
+    named = name_leaves(leaves, state.extras, path=tree.display(chosen.ranks[0].name), prefer=prefer)
     keyed, unread = set_apart(
         {key: t._replace(key=key) for key, t in zip(named.keys, tensors, strict=True)}, named.faults
     )
