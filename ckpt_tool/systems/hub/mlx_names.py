@@ -1,12 +1,12 @@
-"""MLX: the names that mlx-lm gives to a model's tensors where they differ from the hub's, as texts of the families.
+"""MLX: names of tensors in which mlx-lm differs from the hub, as rules for the families' tables.
 
     dialects={"mlx": Variant("hf", over=mlx.EXPERTS)}      # Qwen3-MoE: all else is as on the hub
 
-mlx-lm stacks a layer's experts, one tensor a projection, has kv_b of latent attention as two, the keys' half turned
-(the form of llama.cpp), and turns kernels of convolutions. Models of the types in `AS_ON_THE_HUB` keep the hub's names
-and values. Any other model that MLX saved, of a family without these rules, is refused: names alone do not show a
-kernel that is turned, or norms to which one was added. Read alone: mlx-lm takes the hub's files as they are, and brings
-them into this form itself.
+mlx-lm stacks a layer's experts, one tensor for each projection, splits kv_b of latent attention into two tensors, that
+of the keys transposed (as llama.cpp does), and transposes kernels of convolutions. Models of the types in
+`AS_ON_THE_HUB` keep the hub's names and values. Any other model that MLX saved, of a family without these rules, is
+refused: names alone do not show a transposed kernel, or norms to which 1 was added. Read only: mlx-lm loads the hub's
+files as they are, and converts them itself.
 
 Source: mlx-lm 0.32.2 `models/*.py` (`sanitize`, and the modules' names).
 """
@@ -20,11 +20,11 @@ AS_ON_THE_HUB = frozenset(
     mimo nemotron olmo2 olmo3 phi3 seed_oss smollm3 starcoder2
     """.split()
 )
-# What only MLX's names have: experts of a layer in one tensor, the halves of kv_b
+# Parts of names that only MLX has: experts of a layer in one tensor, the halves of kv_b
 WORDS = (".switch_mlp.", ".embed_q.", ".unembed_out.")
 # Kernels of convolutions over one channel each, which the hub stores (channels, 1, width), MLX (channels, width, 1)
 KERNELS = ("conv1d.weight", ".conv.conv.weight")
-# Why no rules can exist: type of model -> what mlx-lm does to its values
+# Models for which no rules can exist: type of model -> what mlx-lm does to its values
 NOT_UNDONE = {
     "falcon_h1": "mlx-lm multiplies the model's multipliers into its weights and rounds them, and no conversion can undo"
     " that bit for bit",
@@ -33,6 +33,7 @@ EXPERTS = """
     model.layers.{i}.mlp.switch_mlp.<gate|up|down>_proj.weight : e m h, e m h, e h m
         = model.layers.{i}.mlp.experts.{e}.<gate|up|down>_proj.weight : m h, m h, h m
 """
+# The dots models: mlx-lm names the stacked experts `experts`
 DOTS_EXPERTS = EXPERTS.replace("switch_mlp", "experts")
 MIXTRAL_EXPERTS = """
     model.layers.{i}.block_sparse_moe.switch_mlp.<gate|up|down>_proj.weight : e f h, e f h, e h f
@@ -42,8 +43,9 @@ LATENT = """
     model.layers.{i}.self_attn.embed_q.weight : heads l nope ; model.layers.{i}.self_attn.unembed_out.weight : heads vd l
         = model.layers.{i}.self_attn.kv_b_proj.weight : (heads (nope + vd)) l
 """
+# The config's keys that give the sizes of the axes above
 LATENT_AXES = {"heads": "num_attention_heads", "nope": "qk_nope_head_dim", "vd": "v_head_dim"}
-# The hub's gate and up are row by row in one tensor, and turned.
+# The hub interleaves gate and up in one tensor, and stores it transposed
 GPT_OSS_EXPERTS = """
     model.layers.{i}.mlp.experts.gate_proj.weight : e m h ; model.layers.{i}.mlp.experts.up_proj.weight : e m h
         = model.layers.{i}.mlp.experts.gate_up_proj : e h (m (1 + 1))
@@ -58,7 +60,7 @@ NEMOTRON_EXPERTS = """
     backbone.layers.{i}.mixer.conv1d.<weight|bias> : (n p + t y + t y) k 1, (n p + t y + t y)
         = backbone.layers.{i}.mixer.conv1d.<weight|bias> : (n p + t y + t y) 1 k, (n p + t y + t y)
 """
-# Norms that the hub centres at zero are centred at one, but for the delta net's own; kernels of convolutions turned
+# Norms that the hub centres at zero are centred at one, except that of the delta net; kernels are transposed
 QWEN3_NEXT = (
     EXPERTS
     + """

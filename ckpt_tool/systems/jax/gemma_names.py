@@ -1,15 +1,15 @@
-"""Gemma's own library for JAX: the names of its trees, as texts that the families' tables are put together of.
+"""Gemma's own library for JAX: names of its trees, as rules from which the families' tables are built.
 
     dialects={"gemma": gemma_library.GEMMA3}
 
-The released trees are flat, one key for a module; what the library has in memory and saves is nested, without `w` in
-the MLP. Both are read, the flat one is written, which the library takes as well:
+The released trees are flat, one key for a module; trees that the library itself saves are nested, without `w` in the
+MLP. Both are read; the flat form is written, which the library loads as well:
 
     transformer/layer_0/attn/q_einsum.w, transformer/layer_0/mlp/linear.w      layer_0.attn.q_einsum.w, layer_0.mlp.linear
 
-Einsums have the heads apart. Where each head has its own keys q, k and v are one tensor, else k and v are. Norms are the
-hub's, stored without the 1 that is added. `transpose_gating_einsum` turns gate and up: all of Gemma 3, Gemma 2 but for
-its 2B. There is no head: it is the embedding.
+Einsums have an axis for the heads. If each head has its own keys, q, k and v are one tensor, else k and v are. Norms are
+the hub's, stored without the 1 that is added. `transpose_gating_einsum` transposes gate and up: in all of Gemma 3, and
+in Gemma 2 except its 2B. There is no output head: it is tied to the embedding.
 
 Sources: gemma of July 2026 `gm/nn/_modules.py`, `_gemma.py`, `gm/ckpts/_compat.py`; transformers 5 of 2025
 `models/gemma3/convert_gemma3_weights.py` (`convert_transformer_weights`). Proof: `fixtures/make/gemma_trees.py`.
@@ -47,14 +47,14 @@ GATE = """
     transformer/layer_{i}/mlp/gating_einsum.w : (1 + 1) h f = model.layers.{i}.mlp.<gate|up>_proj.weight : f h
 """
 TURNED_GATE = GATE.replace("h f =", "f h =")
-# by the library's classes: of Gemma 2 the smallest alone, as wide as no other
+# The library's class for Gemma 2 2B alone does not transpose; its hidden size of 2304 is unique
 GATE_BY_SIZE = GATE.replace(" : f h", " : f h if hidden_size == 2304") + TURNED_GATE.replace(
     " : f h\n", " : f h if hidden_size != 2304\n"
 )
 
 
 def _both(text: str) -> str:
-    """The rules of flat trees, and behind them those of nested ones.
+    """The rules of flat trees, followed by the same rules for nested ones.
 
     >>> _both("transformer/layer_{i}/mlp/linear.w : f h = b : f h")
     'transformer/layer_{i}/mlp/linear.w : f h = b : f h\\nlayer_{i}.mlp.linear : f h = b : f h'

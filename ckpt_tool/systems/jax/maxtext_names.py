@@ -1,29 +1,30 @@
-"""MaxText: the names and shapes of its trees, as texts that the families' tables are put together of.
+"""MaxText: names and shapes of its trees, as rules from which the families' tables are built.
 
     dialects=maxtext.both(maxtext.MODEL + maxtext.LAYER + maxtext.MLP)      # maxtext, maxtext-unscanned
 
-Kernels are (inputs, outputs), those of the attention with the heads and their size apart: (hidden, heads, size) of q, k
-and v, (heads, size, hidden) of the output. `scan_layers` (its default) stacks the layers of a decoder on axis 1
-(`param_scan_axis`), of experts behind the experts; without it each layer has its number, `decoder.layers_0`. Where the
-layers of a model are of kinds, it stacks those in the same place of a cycle (`cycles`), pairs of them (Gemma 2), or each
-kind apart (DeepSeek, Gemma 4); layers behind the last whole cycle are not stacked. Layers of multi-token prediction it
-has none.
+Kernels are (inputs, outputs); those of the attention have separate axes for the heads and their size: (hidden, heads,
+size) for q, k and v, (heads, size, hidden) for the output. `scan_layers` (its default) stacks the layers of a decoder on
+axis 1 (`param_scan_axis`), for experts after the axis of experts; without it each layer has its number,
+`decoder.layers_0`. If a model has layers of several kinds, MaxText stacks those at the same place of a cycle (`cycles`),
+pairs of them (Gemma 2), or each kind separately (DeepSeek, Gemma 4); layers after the last complete cycle are not
+stacked. MaxText has no layers of multi-token prediction.
 
-Elements are those of the hub, only turned, but for
-- queries of Llama, Mixtral and Gemma 2: times fp32(1 / sqrt(d)), in fp32 and rounded once to what they are stored as;
-  back, times fp32(sqrt(d)), which is the same number only where d is a power of 4;
-- embeddings of Gemma 2 to 4: times the root of the hidden size, in Gemma 3 of that root in bf16; back, divided by it;
-- norms of Gemma 2 and 3: the hub's and one, in fp32 whatever the others are stored as.
-Llama whose rotations are scaled as Llama 3.1's are has neighbouring elements of a head turned, as Meta's files have them.
+Values are those of the hub, only transposed, except
+- queries of Llama, Mixtral and Gemma 2: times fp32(1 / sqrt(d)), in fp32 and rounded once to the stored dtype; back,
+  times fp32(sqrt(d)), which is the same number only if d is a power of 4;
+- embeddings of Gemma 2 to 4: times the root of the hidden size, in Gemma 3 that root rounded to bf16; back, divided by
+  it;
+- norms of Gemma 2 and 3: the hub's plus 1, in fp32 whatever the dtype of the others.
+A Llama with the scaled rope of Llama 3.1 pairs neighbouring elements of a head, as Meta's files do.
 
-A vocabulary has the length that MaxText's own config states (Gemma 2 256,128 where the hub has 256,000, Gemma 3 262,144
-where models that see have 262,208), which no checkpoint holds: `--vocab-size` says it. Mistral is Llama without a scaled
-rotation.
+The vocabulary has the length in MaxText's own config (Gemma 2 256,128 where the hub has 256,000, Gemma 3 262,144 where
+models with vision have 262,208), which no checkpoint states: it is given by `--vocab-size`. Mistral is Llama without a
+scaled rope.
 
 Source: MaxText of August 2026 `checkpoint_conversion/utils/param_mapping.py`, `to_maxtext.py`, `to_huggingface.py`;
-`standalone_scripts/llama_or_mistral_ckpt.py` for Llama 2 and 3 and Mistral, whose rotations it turns to halves. A family
-is here if what these functions made of a small model was equal to ours, byte for byte (`fixtures/make/maxtext_trees.py`,
-and `maxtext_models.py`, which builds MaxText's own models too).
+`standalone_scripts/llama_or_mistral_ckpt.py` for Llama 2 and 3 and Mistral, whose rotated pairs it reorders to halves. A
+family is here if the output of these functions for a small model was equal to ours, byte for byte
+(`fixtures/make/maxtext_trees.py`, and `maxtext_models.py`, which builds MaxText's own models too).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ MODEL = """
     decoder.decoder_norm.scale : h = model.norm.weight : h
     decoder.logits_dense.kernel : h v = lm_head.weight : v h
 """
-# {} stands for where the layers are: an axis of the shape, or nothing
+# In all rules below, {} is replaced by the axes along which layers are stacked, or by nothing (`MaxtextLayers.rules`)
 NORMS = """
     decoder.layers.<pre|post>_self_attention_layer_norm.scale : h {}
         = model.layers.{i}.<input|post_attention>_layernorm.weight : h
@@ -55,12 +56,13 @@ QKV_BIAS = """
     decoder.layers.self_attention.<query|key|value>.bias : (g r) {} d, g {} d, g {} d
         = model.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r d), (g d), (g d)
 """
+# For families in which the config decides whether there are biases
 SOME_QKV_BIAS = QKV_BIAS.rstrip() + " if attention_bias?\n"
 QK_NORMS = """
     decoder.layers.self_attention.<query|key>_norm.scale : d {} = model.layers.{i}.self_attn.<q|k>_norm.weight : d
 """
-# Llama's: queries divided by the root of a head's size; with the scaled rotations of Llama 3.1 MaxText turns neighbouring
-# elements of a head, else the halves, as the hub does
+# Llama: queries are divided by the root of a head's size. With the scaled rope of Llama 3.1 MaxText rotates pairs of
+# neighbouring elements of a head, else pairs of the two halves, as the hub does.
 _SCALED = "(rope_scaling.rope_type? or rope_scaling.type? or rope_parameters.rope_type?) == 'llama3'"
 LLAMA = f"""
     decoder.layers.self_attention.query.kernel : h {{}} (g r) (c 2)
@@ -92,7 +94,7 @@ EXPERTS = """
     decoder.layers.moe_block.<wi_0|wi_1|wo> : e {} h m, e {} h m, e {} m h
         = model.layers.{i}.mlp.experts.{e}.<gate|up|down>_proj.weight : m h, m h, h m
 """
-# Of DeepSeek: rules of every layer, and of those with experts
+# DeepSeek: LATENT has the rules of every layer, DEEPSEEK_EXPERTS those of layers with experts
 LATENT = """
     decoder.layers.<pre|post>_self_attention_layer_norm.scale : h {}
         = model.layers.{i}.<input|post_attention>_layernorm.weight : h
@@ -121,6 +123,7 @@ DEEPSEEK_EXPERTS = """
     decoder.layers.DeepSeekMoeBlock_0.MoeBlock_0.<wi_0|wi_1|wo> : e {} h m, e {} h m, e {} m h
         = model.layers.{i}.mlp.experts.{e}.<gate|up|down>_proj.weight : m h, m h, h m
 """
+# Sizes of axes from the config; o and p count the dense layers and those with experts
 DEEPSEEK_AXES = {
     "heads": "num_attention_heads",
     "nope": "qk_nope_head_dim",
@@ -129,11 +132,12 @@ DEEPSEEK_AXES = {
     "o": "first_k_dense_replace",
     "p": "num_hidden_layers - first_k_dense_replace",
 }
-# Of Gemma 2, 3 and 4. `@`: which of two layers in one, local or global
+# Gemma 2, 3 and 4. `@` is replaced by _local or _global, as one layer of MaxText holds two of Gemma 2
 TIED = """
     token_embedder.embedding : v h = model.embed_tokens.weight : v h * embed_scale(h)
     decoder.decoder_norm.scale : h = model.norm.weight : h
 """
+# Norms stored as 1 + weight, in fp32
 CENTRED = TIED.replace("norm.weight : h", "norm.weight : h * add_wide(1)")
 SANDWICH = """
     decoder.layers.<pre_self_attention|post_self_attention|pre_ffw|post_ffw>_norm@.scale : h {}
@@ -174,7 +178,7 @@ OLMO3_LAYER = (
         = model.layers.{i}.<post_attention|post_feedforward>_layernorm.weight : h
 """
 )
-# Of Qwen's hybrids; `turn`: the axis that tells which layers attend to all
+# Qwen's hybrids. `turn` is the axis that determines which layers have full attention (`MaxtextLayers.turn`)
 QWEN_HYBRID = """
     decoder.layers.<input|post_attention>_layernorm.scale : h {}
         = model.layers.{i}.<input|post_attention>_layernorm.weight : h
@@ -219,8 +223,8 @@ QWEN35_EXPERTS_LAYER = (
     decoder.layers.mlp.routed_experts.wo : e {} m h = model.layers.{i}.mlp.experts.down_proj : e h m
 """
 )
-# Of Gemma 4, whose norms hold the 1 themselves. KIND, OWN and VALUE: conditions that depend on where the layers are;
-# G, R and D: axes of the heads, which are others in global layers
+# Gemma 4, whose norms include the 1 on the hub too. KIND, OWN and VALUE are replaced by conditions that depend on where
+# the layers are stored; G, R and D by axes of the heads, which differ in global layers.
 GEMMA4_HEADS = """
     decoder.layers.self_attention.<query.kernel|query_norm.scale> : h {} (G R) D, D {}
         = model.layers.{i}.self_attn.<q_proj|q_norm>.weight : (G R D) h, D if KIND
@@ -268,15 +272,15 @@ GEMMA3_LAYER = (SANDWICH + MLP + ATTENTION).replace("@", "") + QK_NORMS.replace(
 
 
 class MaxtextLayers(NamedTuple):
-    """Where MaxText has layers."""
+    """A place in MaxText's tree where layers are stored."""
 
-    at: str  # how their names begin
-    number: str  # the hub's, of its axes
-    stacked: str = ""  # the axes along which each tensor has them
-    turn: str = "i"  # the axis that the word `turn` of a condition stands for
+    at: str  # prefix of their names
+    number: str  # the number of the hub's layer, as an expression of the axes
+    stacked: str = ""  # the axes along which layers are stacked in each tensor, "" if they are not
+    turn: str = "i"  # the axis that replaces the word `turn` in a condition
 
     def rules(self, text: str) -> str:
-        """Rules of a layer, with `{}` where layers are stacked, as those of the layers here.
+        """The rules `text` of a layer, adapted to the layers at this place.
 
         >>> MaxtextLayers("decoder.layers.", "{2 * cycle}", "cycle").rules("decoder.layers.w : h {} = model.layers.{i}.w : h")
         'decoder.layers.w : h cycle = model.layers.{2 * cycle}.w : h'
@@ -286,25 +290,34 @@ class MaxtextLayers(NamedTuple):
         return text.replace("{}", self.stacked) if self.stacked else re.sub(r" \{\}(?=[ ,\n])", "", text)
 
 
-ALL = MaxtextLayers("decoder.layers.", "{i}", "i")
-EACH = MaxtextLayers("decoder.layers_{i}.", "{i}")
+ALL = MaxtextLayers("decoder.layers.", "{i}", "i")  # `scan_layers`
+EACH = MaxtextLayers("decoder.layers_{i}.", "{i}")  # without it
 
 
 def trees(scanned: str, unscanned: str) -> dict[str, Variant]:
-    """Both dialects by their tables, which say all that a model has."""
+    """The variants of both dialects. Their tables are exact: they name every tensor that the model has."""
     return {SCANNED: Variant(scanned, exact=True), UNSCANNED: Variant(unscanned, exact=True)}
 
 
 def both(model: str, layer: str) -> dict[str, Variant]:
-    """The tables of both dialects of a decoder whose layers are all alike."""
+    """The variants of both dialects for a decoder whose layers are all of one kind."""
     return trees(model + ALL.rules(layer), model + EACH.rules(layer))
 
 
 def cycles(
     model: str, layer: str, length: int | str, name: str = "layers", *, rest: bool = False
 ) -> dict[str, Variant]:
-    """The tables of a decoder whose layers take turns, those of one place in the cycle stacked; rest: also those that a
-    last cycle, which is not whole, has. Axes: `IN_SIXES` and its like."""
+    """The variants of both dialects for a decoder whose kinds of layers alternate in a cycle.
+
+    Layers at the same place of the cycle are stacked. The axes in the rules are those of `IN_SIXES` and the like.
+
+    Args:
+        model: Rules outside of layers.
+        layer: Rules of a layer.
+        length: Layers of a cycle.
+        name: What MaxText calls a place in the cycle.
+        rest: The number of layers need not be a multiple of `length`; the remaining ones are not stacked.
+    """
     turns = MaxtextLayers(f"decoder.layers.{name}_{{place}}.", f"{{{length} * cycle + place}}", "cycle", "place")
     scanned = model + turns.rules(layer)
     if rest:
@@ -314,15 +327,17 @@ def cycles(
 
 
 def _axes(length: str) -> dict[str, str]:
-    """The axes of `cycles`, and of Gemma 4's blocks."""
+    """The sizes of the axes of `cycles` and of Gemma 4's blocks, for cycles of `length` layers."""
     rest = "num_hidden_layers % interval"
     cycle = {"interval": length, "cycle": "num_hidden_layers // interval", "place": "interval"}
     return {**cycle, "rest": rest, "after": rest, "local": "interval - 1"}
 
 
 def deepseek(more: str = "") -> dict[str, Variant]:
-    """DeepSeek's decoder, whose dense layers and layers of experts are apart, each numbered from 0. more: rules of their
-    attention beside those of all."""
+    """The variants for DeepSeek, whose dense layers and layers with experts are stacked separately, each from 0.
+
+    more: additional rules of the attention (the indexer of V3.2).
+    """
     attention = LATENT + more
     kinds = (
         ("dense_layers", "o", "{o}", attention + MLP),
@@ -336,7 +351,7 @@ def deepseek(more: str = "") -> dict[str, Variant]:
 
 
 def gemma2() -> dict[str, Variant]:
-    """Gemma 2, of which one layer of MaxText is two, local and global."""
+    """The variants for Gemma 2: one layer of MaxText holds two of the model, one local and one global."""
     scanned = unscanned = CENTRED
     for kind, number in (("_local", "{2 * cycle}"), ("_global", "{2 * cycle + 1}")):
         text = GEMMA2_LAYER.replace("@", kind)
@@ -346,8 +361,10 @@ def gemma2() -> dict[str, Variant]:
 
 
 def gemma4() -> dict[str, Variant]:
-    """Gemma 4: blocks of local layers, stacked twice, and a global one; the small ones, which share keys and values and
-    have embeddings for each layer, are never stacked."""
+    """The variants for Gemma 4: blocks of local layers, stacked along two axes, and a global layer.
+
+    The small models, which share keys and values and have embeddings for each layer, are never stacked.
+    """
     local = {"G": "g", "R": "r", "D": "d", "VALUE": "true", "KIND": "windowed"}
     whole = {"G": "gg", "R": "gr", "D": "gd", "VALUE": "not shared", "KIND": "not windowed"}
     blocks = (
@@ -375,21 +392,26 @@ IN_PAIRS, IN_FOURS, IN_SIXES, IN_INTERVALS = map(_axes, ("2", "4", "6", "full_at
 
 
 def gemma3() -> dict[str, Variant]:
+    """The variants for Gemma 3: five local layers and a global one, and an incomplete last cycle."""
     return cycles(CENTRED.replace("embed_scale", "embed_scale_bf16"), GEMMA3_LAYER, 6, rest=True)
 
 
 def gpt_oss() -> dict[str, Variant]:
+    """The variants for gpt-oss: layers with and without a sliding window alternate."""
     return cycles(MODEL, GPT_OSS_LAYER, 2)
 
 
 def olmo3() -> dict[str, Variant]:
+    """The variants for OLMo 3: cycles of four layers."""
     return cycles(MODEL, OLMO3_LAYER, 4)
 
 
 def qwen3_next() -> dict[str, Variant]:
+    """The variants for Qwen3-Next: cycles of linear attention and one layer of full attention."""
     return cycles(MODEL, QWEN3_NEXT_LAYER, "interval", "layer")
 
 
 def qwen3_5_experts() -> dict[str, Variant]:
+    """The variants for Qwen 3.5 with experts: as Qwen3-Next, nested in a model with vision on the hub."""
     made = cycles(MODEL, QWEN35_EXPERTS_LAYER, "interval", "layer")
     return {name: table._replace(of=hub.inside(table.of)) for name, table in made.items()}

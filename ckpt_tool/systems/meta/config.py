@@ -1,13 +1,13 @@
 """`params.json` of Meta and Mistral AI as a hub config, and back: two pure functions.
 
-The one idea: every size of one stands in the other but for the width of the MLP, which Meta computes. Writing finds
-numbers from which Meta's own rule gives just that width, and proves it.
+The one idea: both files state the same sizes, except for the width of the MLP, which Meta computes. Writing finds
+numbers from which Meta's own rule gives exactly that width, and checks it.
 
     width = multiple_of * ceil(int(ffn_dim_multiplier * int(8 dim / 3)) / multiple_of)
     {"dim": 4096, "multiple_of": 1024, "ffn_dim_multiplier": 1.3}  <->  hidden_size 4096, intermediate_size 14336
 
-What params.json leaves unsaid is taken from the tensors (vocabulary, width), or is what Meta's code has as constants
-(the rope scaling behind `use_scaled_rope`: factor 8), or stays unsaid (positions of Llama 1 and 2). Sources:
+What params.json does not state is taken from the tensors (vocabulary, width), or from constants of Meta's code (the
+rope scaling that `use_scaled_rope` switches on: factor 8), or is left out (positions of Llama 1 and 2). Sources:
 llama-models (July 2025) `models/llama3/{args,model}.py`; transformers 4.45 `convert_llama_weights_to_hf.py` and
 `convert_mistral_weights_to_hf.py`; mistral-inference 1.6 `args.py`, `moe.py`. Cost: none. What it does not do: Llama 4,
 vision.
@@ -23,6 +23,7 @@ from ckpt_tool.errors import UsageError
 
 UNSAYABLE = "E1413"
 LLAMA3_VOCABULARY = 128256  # with begin of text 128000, end of text 128001
+# Constants of Meta's code that `use_scaled_rope` switches on, under the hub's keys
 _SCALING = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -32,11 +33,11 @@ _SCALING = {
 }
 _EXPERTS = {"num_experts": "num_local_experts", "num_experts_per_tok": "num_experts_per_tok"}
 _MULTIPLES = (256, 1024, 4096, 512, 2048, 128, 64, 32, 16, 8, 4, 2, 1)  # the ones of Meta's releases first
-_MULTIPLIERS = (1.3, 1.0, 1.5, 1.2, 1.1, 1.4)
+_MULTIPLIERS = (1.3, 1.0, 1.5, 1.2, 1.1, 1.4)  # values of `ffn_dim_multiplier` to try first
 
 
 def width(dim: int, multiple_of: int, multiplier: float | None) -> int:
-    """The rows of w1 by Meta's rule (`model.py`, `FeedForward`)."""
+    """The width of the MLP (rows of w1) by Meta's rule (`model.py`, `FeedForward`)."""
     rows = int(2 * (4 * dim) / 3)
     if multiplier is not None:
         rows = int(multiplier * rows)
@@ -44,17 +45,17 @@ def width(dim: int, multiple_of: int, multiplier: float | None) -> int:
 
 
 def hub_config(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """The config.json of the same model.
+    """The config.json of the model that a params.json describes.
 
     Args:
         params: params.json, its sizes checked (`systems.meta.consolidated.params.sizes_of`).
-        shapes: {tensor: shape} under Meta's names: they settle vocabulary and width where params.json does not.
+        shapes: {tensor: shape} under Meta's names, for the vocabulary and the width, which params.json may not state.
     """
     inner = params.get("model")
     params = inner if isinstance(inner, Mapping) else params
     dim = params["dim"]
     heads = params["n_heads"]
-    mistral = any(name in params for name in ("hidden_dim", "sliding_window", "head_dim"))
+    mistral = any(name in params for name in ("hidden_dim", "sliding_window", "head_dim"))  # keys Meta does not have
     moe = params.get("moe") if isinstance(params.get("moe"), Mapping) else None
     first = f"layers.0.feed_forward.{'experts.0.' if moe else ''}w1.weight"
     rows = shapes.get(first, (params.get("hidden_dim"),))[0]
@@ -63,7 +64,7 @@ def hub_config(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]])
 
     vocabulary = shapes.get("tok_embeddings.weight", (params.get("vocab_size"),))[0]
     theta = params.get("rope_theta")
-    if theta is None:  # what Mistral AI's code takes where the file is silent; Meta's Llama 1 and 2 know no other
+    if theta is None:  # the default of Mistral AI's code; Meta's Llama 1 and 2 have 10,000 as a constant
         theta = 1000000.0 if (mistral or moe) and params.get("sliding_window") is None else 10000.0
 
     kind = "Mistral" if mistral else "Llama"
@@ -93,7 +94,7 @@ def hub_config(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]])
         config |= {"rope_scaling": dict(_SCALING), "max_position_embeddings": 131072}
     elif isinstance(params.get("max_seq_len"), int):
         config["max_position_embeddings"] = params["max_seq_len"]
-    elif theta == 500000.0:
+    elif theta == 500000.0:  # Llama 3, before 3.1 scaled its rope
         config["max_position_embeddings"] = 8192
 
     if vocabulary == LLAMA3_VOCABULARY:
@@ -102,7 +103,7 @@ def hub_config(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]])
 
 
 def _window(params: Mapping[str, Any]) -> int | None:
-    """A number, in some releases as text. Raises UsageError E1413 for several."""
+    """The sliding window, which some releases give as text. Raises UsageError E1413 for several windows."""
     window = params.get("sliding_window", params.get("_sliding_window"))
     if window is None or numeral(window):
         return int(str(window)) if window is not None else None
@@ -114,8 +115,10 @@ def _window(params: Mapping[str, Any]) -> int | None:
 
 
 def params_of(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """(params.json, lines about what it can't say). Raises UsageError E1413 for a model that Meta's code can't
-    build."""
+    """The params.json of a hub config: (its content, lines about settings that it can't express).
+
+    Raises UsageError E1413 for a model that Meta's code can't build.
+    """
     need = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     odd = [name for name in need if type(config.get(name)) is not int or config[name] < 1]
     if odd:
@@ -168,7 +171,10 @@ def params_of(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _mlp(dim: int, rows: int) -> dict[str, Any]:
-    """`multiple_of` and, where it is needed, `ffn_dim_multiplier`, from which Meta's rule gives `rows`."""
+    """`multiple_of` and, if needed, `ffn_dim_multiplier`, from which Meta's rule gives a width of `rows`.
+
+    Raises UsageError E1413 if there are no such numbers.
+    """
     for multiple, multiplier in _ways(dim, rows):
         if width(dim, multiple, multiplier) == rows:
             return {"multiple_of": multiple} | ({"ffn_dim_multiplier": multiplier} if multiplier is not None else {})
@@ -180,18 +186,24 @@ def _mlp(dim: int, rows: int) -> dict[str, Any]:
 
 
 def _ways(dim: int, rows: int) -> Iterator[tuple[int, float | None]]:
-    """The simplest numbers first: no multiplier, those of Meta's releases, then one between the bounds of a step."""
+    """Candidates (multiple_of, ffn_dim_multiplier), the simplest first.
+
+    No multiplier, then those of Meta's releases, then computed ones of more and more digits.
+    """
     for multiplier in (None, *_MULTIPLIERS):
         for multiple in _MULTIPLES:
             yield multiple, multiplier
     plain = int(2 * (4 * dim) / 3)
     multiple = next(each for each in (256, *_MULTIPLES) if rows % each == 0)
     for digits in range(1, 18) if plain else ():
-        yield multiple, round((rows - multiple / 2 + 1) / plain, digits)  # the middle of the step
+        yield multiple, round((rows - multiple / 2 + 1) / plain, digits)  # mid of the range that rounds up to `rows`
 
 
 def _rope(config: Mapping[str, Any], out: dict[str, Any]) -> list[str]:
-    """`rope_theta` and `use_scaled_rope`, of configs of transformers 4 and 5; lines about what has no word."""
+    """Set `rope_theta` and `use_scaled_rope` in `out`; returns lines about settings that params.json can't express.
+
+    Configs of transformers 4 (`rope_scaling`) and 5 (`rope_parameters`) are understood.
+    """
     new = config.get("rope_parameters")
     own: Mapping[str, Any] = new if isinstance(new, Mapping) else {}
     scaling = config.get("rope_scaling") or own

@@ -1,11 +1,11 @@
-"""Meta: the names of Meta's and Mistral AI's own checkpoints, as texts that the families' tables are put together of.
+"""Meta: names of Meta's and Mistral AI's own checkpoints, as rules from which the families' tables are built.
 
     dialects={"meta": meta.MODEL + meta.MLP}            # Llama 1 to 3, Mistral
     dialects={"meta": meta.MODEL + meta.EXPERTS}        # Mixtral, as mistral-inference has it
 
-Rotations. Meta turns neighbouring rows of a head (2j, 2j + 1), the hub row j of its first half with row j of its
+Rotations. Meta rotates neighbouring rows of a head (2j, 2j + 1), the hub row j of its first half with row j of its
 second, so query and key rows that Meta has as (c 2) the hub has as (2 c), c = d / 2. `rope.freqs` is a buffer that
-loaders compute anew: dropped, never made. Meta has an output layer always: a tied one is written out
+loaders compute themselves: it is dropped, and never written. Meta always has an output layer: a tied one is written out
 (`conversion/tied_head.py`). Sources: llama-models (July 2025) `models/llama3/model.py` `apply_rotary_emb`;
 mistral-inference 1.6 `transformer_layers.py`, `moe.py`; transformers 4.45 `convert_llama_weights_to_hf.py` `permute`.
 What it does not do: shards (`systems/meta/consolidated`).
@@ -13,6 +13,7 @@ What it does not do: shards (`systems/meta/consolidated`).
 
 from __future__ import annotations
 
+# Letters name axes: v vocabulary, h hidden size, g heads of keys, r queries for each of them, d head size
 MODEL = """
     tok_embeddings.weight : v h = model.embed_tokens.weight : v h
     output.weight : v h = lm_head.weight : v h

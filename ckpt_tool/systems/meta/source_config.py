@@ -1,4 +1,4 @@
-"""What Meta's params.json says of a source's model, and of an output's."""
+"""The config of a source's model from Meta's params.json, and the params.json of an output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckpt_tool.systems.meta.consolidated.params import MetaHints
 
 
 def read_params(opened: Opened) -> ModelConfig | None:
-    """The config in the hub's words, None where the source has no params.json."""
+    """The model's config under the hub's keys, None if the source has no params.json."""
     hints = opened.catalog.hints.get(MetaHints)
     if hints is None or hints.params is None:
         return None
@@ -22,8 +22,13 @@ def read_params(opened: Opened) -> ModelConfig | None:
 
 
 def hints_of_config(config: Mapping[str, Any], *, renamed: bool) -> tuple[list[Hint], list[str]]:
-    """(the params.json of a model with this config, in the hub's words; what it can't say). None where the names are
-    Meta's already, and so is the file."""
+    """The params.json of an output: (hints that hold it, lines about settings that it can't express).
+
+    Args:
+        config: The model's config under the hub's keys.
+        renamed: The names were converted to Meta's. If they were Meta's already, the source's params.json is used and
+            both lists are empty.
+    """
     if not renamed:
         return [], []
     params, lost = params_of(config)

@@ -1,13 +1,13 @@
-"""torchtune's recipe state: the optimizer of a run, joined to the step that it goes on from.
+"""torchtune's recipe state: the optimizer of a run, joined to the model of the step that it belongs to.
 
     RUN/epoch_1/model-00001-of-00002.safetensors, config.json      the model, under the hub's names
     RUN/recipe_state/recipe_state.pt                               {"optimizer": ..., "epochs_run": 2, "seed": ...}
 
-The optimizer is torchtune's: its states lie in torchtune's tensors, under the numbers or the names that its recipes
-have there, and one file is overwritten after each epoch. Whose each state is follows without a guess: `epochs_run` says
-which epoch it goes on from; the family's equations say what the model was in memory (`sources.in_memory`), and the
-recipes give all parameters of it to the optimizer, in the order in which torchtune's modules make them. Every count and
-shape is checked. What does not fit stays behind, and a note says why.
+The optimizer's states have the shapes of torchtune's own parameters, under their numbers or names in the recipe, and
+the one file is overwritten after each epoch. Which parameter a state belongs to is derived, never guessed: `epochs_run`
+gives the epoch that the optimizer continues from; the family's rules give the model as it was in memory
+(`sources.in_memory`); and the recipes pass all its parameters to the optimizer, in the order in which torchtune's
+modules register them. Every count and shape is checked. An optimizer that does not fit is left out, with a note.
 
     {"state": {0: ...}, "param_groups": [{"params": [0, 1, ...]}]}       recipes for one device
     {"state": {"tok_embeddings.weight": ...}, "param_groups": ...}       distributed ones
@@ -47,23 +47,33 @@ _OPTIMIZER = "optimizer"
 
 
 class _OtherModel(Exception):
-    """The optimizer is not this model's, or nothing shows that it is. The text says why."""
+    """The optimizer is not this model's, or nothing shows that it is. The text is the reason."""
 
 
 def newest_with_recipe(run: Tree, steps: Sequence[str]) -> str:
-    """The newest of several steps where the recipe's state goes on from it, as torchtune's own resuming takes it; ""
-    where it goes on from another."""
+    """The newest of several steps if the recipe state continues from it, as in torchtune's own resuming; else ""."""
     try:
         return steps[-1] if _step(read_content(run, RECIPE_OF_RUN)) == steps[-1] else ""
     except StorageError:
         raise
-    except (CkptError, _OtherModel):  # its reader will say what is wrong
+    except (CkptError, _OtherModel):  # the reader of the step reports what is wrong
         return ""
 
 
 def with_recipe(run: Tree, below: Tree, catalog: Catalog, reading: Reading) -> tuple[Catalog, bool]:
-    """The catalog of the step with its optimizer, its paths those of the run, and whether there is one; else the step's
-    own with a note. below: the step's tree. A fault of the recipe's state is in the note. Raises StorageError."""
+    """The step's catalog with the run's optimizer, and whether it was added.
+
+    If it was, file paths are relative to the run; if not, the catalog is the step's own, with a note on the reason.
+
+    Args:
+        run: The tree of the run.
+        below: The tree of the step.
+        catalog: What was read of the step.
+        reading: Options of the user.
+
+    Raises:
+        StorageError: The recipe state can't be fetched. Any other fault in it becomes the note.
+    """
     step = next(iter({path.split("/")[0] for path in run.listing() if _leads_to(run, path, below)}), "")
     try:
         content = read_content(run, RECIPE_OF_RUN)
@@ -89,21 +99,25 @@ def _leads_to(run: Tree, path: str, below: Tree) -> bool:
 
 
 def _step(content: TorchContent) -> str:
-    """The epoch's folder that the state goes on from. Raises _Unfit."""
+    """The folder of the epoch that the recipe state continues from. Raises _OtherModel."""
     extras = content.extras if isinstance(content.extras, dict) else {}
     run = extras.get("epochs_run")
     if type(run) is not int or run < 1:
         raise _OtherModel("it does not say of which epoch it is (epochs_run)")
-    return f"epoch_{run - 1}"
+    return f"epoch_{run - 1}"  # torchtune saves after `epochs_run += 1`, and counts epochs from 0
 
 
 def _with_states(
     run: Tree, catalog: Catalog, config: Mapping[str, Any] | None, content: TorchContent, reading: Reading
 ) -> Catalog:
-    """config: of the step. Raises _Unfit, InputError, UsageError."""
+    """The catalog with the optimizer's states and the rest of the recipe state.
+
+    config: config.json of the step. Raises _OtherModel, InputError, UsageError.
+    """
     if any(key.state != MODEL for key in catalog.tensors):
         raise _OtherModel("the step has states of its own")
     config = read_config(reading.config) if reading.config else config
+    # The optimizer's states have the shapes of the model in memory, not of the stored one (the hub's names and layout).
     stored = {key.name: tensor.shape for key, tensor in catalog.tensors.items()}
     walked = in_torchtune(config or {}, stored, reading.family)
     shapes = stored if walked is None else walked.shapes
@@ -112,7 +126,7 @@ def _with_states(
         raise _OtherModel("the model has tensors that torchtune has under no name known here")
     beside = content.extras[_OPTIMIZER] if isinstance(content.extras.get(_OPTIMIZER), dict) else {}
     leaves = [(path[1:], array) for path, array in content.leaves if path[0] == _OPTIMIZER]
-    if "param_groups" not in beside:
+    if "param_groups" not in beside:  # `optimizer_in_bwd`: one optimizer for each parameter
         leaves, beside = _together(leaves, beside)
     _check_numbers(beside, order)
     own = content._replace(leaves=leaves, extras=beside, unsafe=[])
@@ -124,7 +138,7 @@ def _with_states(
 
 
 def _check_numbers(beside: Mapping[str, Any], order: Sequence[str]) -> None:
-    """Raise _Unfit where an optimizer that numbers its parameters has others than the model."""
+    """Raise _OtherModel if an optimizer that numbers its parameters has another number of them than the model."""
     groups = beside.get("param_groups")
     numbers = numbers_of(groups if isinstance(groups, list) else [])
     count = sum(map(len, numbers or ()))
@@ -138,8 +152,11 @@ def _check_numbers(beside: Mapping[str, Any], order: Sequence[str]) -> None:
 def _together(
     leaves: Sequence[tuple[Path, StoredArray]], optimizers: Mapping[str, Any]
 ) -> tuple[list[tuple[Path, StoredArray]], dict[str, Any]]:
-    """Optimizers of one parameter each as one, its states by name, a group for those that are set alike. Raises _Unfit
-    for one that has not just one parameter."""
+    """Merge optimizers of one parameter each into one that has its states by name.
+
+    Parameters with equal settings share a group. Raises _OtherModel for an optimizer that does not have exactly one
+    parameter.
+    """
     groups: list[dict[str, Any]] = []
     for name, own in optimizers.items():
         listed = own.get("param_groups") if isinstance(own, Mapping) else None

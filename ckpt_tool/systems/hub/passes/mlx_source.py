@@ -1,13 +1,13 @@
-"""Models that MLX saved: whose rules name them, and an error where nobody's do.
+"""Models that MLX saved: which rules describe their tensors, and an error if none do.
 
-mlx-lm brings a model into a layout of its own when it loads one, and saves it so: experts stacked, kernels of
-convolutions turned, norms to which one is added, multipliers multiplied in. Names do not always show it. So a source
-that says it is MLX's is read by rules of MLX (a dialect `mlx`), or as the hub's where mlx-lm is known to change
-nothing, and is refused otherwise: taken for the hub's it would be another model, and no error would say so.
+mlx-lm converts a model to a layout of its own when it loads one, and saves it that way: experts stacked, kernels of
+convolutions transposed, 1 added to norms, multipliers multiplied into weights. Names do not always show it. So a model
+that MLX saved is read by rules for MLX (a dialect `mlx`), or as the hub's model if mlx-lm is known to change nothing.
+Any other is refused: read as the hub's it would be a wrong model without any error.
 
-What says so: `format: mlx` in the files' metadata, `quantization` in config.json (MLX's word), names that only MLX has,
-kernels of convolutions of a shape that only MLX gives them. The last two are left where a model came through a format
-that has no place for the first.
+Signs of MLX: `format: mlx` in the files' metadata, `quantization` in config.json (MLX's key), names that only MLX has,
+kernels of convolutions of a shape that only MLX gives them. The last two remain if a model was converted through a
+format that can't store the first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SECTION = "quantization"
 
 
 def names_of_mlx(chosen: Chosen) -> SourceNames | None:
-    """MLX's names, where MLX saved the first source."""
+    """The rules for names of MLX, None unless MLX saved the first source."""
     if not is_from_mlx(chosen):
         return None
     kept = "codes of MLX stay in MLX's names and layout: --dequantize converts them to the hub's"
@@ -38,13 +38,15 @@ def names_of_mlx(chosen: Chosen) -> SourceNames | None:
 
 
 def _find_family(path: str, shapes: Mapping[str, Shape], config: Config | None, family: str | None) -> FamilyMatch:
-    """The family and the dialect of what MLX saved. path: of the source. Raises InputError E2911 where no rules
-    describe it."""
+    """The family and dialect of a model that MLX saved.
+
+    path: of the source, for messages. Raises InputError E2911 if no rules describe the model.
+    """
     try:
         found = find(config, shapes, family=family)
     except InputError as e:
         raise refuse_layout(str((config or {}).get("model_type") or "its names"), path) from e
-    if family is not None and ":" in family:
+    if family is not None and ":" in family:  # the user named the dialect (`--family NAME:DIALECT`)
         return found
     if MLX in found.family.dialects:
         return find(config, shapes, stated=MLX, family=found.family.name)
@@ -54,7 +56,7 @@ def _find_family(path: str, shapes: Mapping[str, Shape], config: Config | None, 
 
 
 def is_from_mlx(chosen: Chosen) -> bool:
-    """Did MLX save the first source?"""
+    """Whether MLX saved the first source, by any of the signs that the module lists."""
     saved = chosen.all_hints.get(SavedBy)
     if saved is not None and saved.name == MLX:
         return True
@@ -67,12 +69,15 @@ def is_from_mlx(chosen: Chosen) -> bool:
 
 
 def _is_turned_kernel(name: str, shape: Shape) -> bool:
-    """Is it the kernel of a convolution over one channel each, with its last two dims as MLX has them?"""
+    """Whether this is a depthwise convolution's kernel in MLX's order (channels, width, 1)."""
     return name.endswith(mlx.KERNELS) and len(shape) == 3 and shape[1] > 1 == shape[2]
 
 
 def _config_beside(chosen: Chosen) -> Config:
-    """What `--config` or config.json says, {} where neither is there or can be read: whoever needs it says why."""
+    """The config of `--config` or of config.json; {} if there is none, or if it can't be read.
+
+    An unreadable config is reported by the code that needs one.
+    """
     if chosen.config is not None:
         return chosen.config
     try:
@@ -82,12 +87,12 @@ def _config_beside(chosen: Chosen) -> Config:
 
 
 def holds_codes(chosen: Chosen) -> bool:
-    """Are some of its weights MLX's codes, which only MLX's own layout can hold?"""
+    """Whether some weights are quantised by MLX: integer codes, which only MLX's own layout can hold."""
     return any(row.tensor.dtype.name == "U32" for row in chosen.model.values())
 
 
 def is_named_by(found: FamilyMatch, config: Config | None) -> bool:
-    """Are the hub's rules of this family true of what MLX saves of this model?"""
+    """Whether MLX saves models of this type under the hub's names and with the hub's values."""
     kind = (config or {}).get("model_type")
     return kind in mlx.AS_ON_THE_HUB or (kind is None and set(found.family.model_types) <= mlx.AS_ON_THE_HUB)
 

@@ -1,12 +1,12 @@
-"""Format `peft`: an adapter folder of Hugging Face's PEFT: what was trained beside a frozen base, and its config.
+"""Format `peft`: an adapter folder of Hugging Face's PEFT: weights trained in addition to a frozen base, and a config.
 
 Specification
 -------------
     adapter_config.json           one JSON object: `peft_type` and that method's settings, keys sorted, indent 2
     adapter_model.safetensors     the tensors, `__metadata__` {"format": "pt"}; or adapter_model.bin, a torch.save file
-    non_lora_state_dict.bin       (a trainer's) weights of the base that were trained in full: see `beside`;
+    non_lora_state_dict.bin       (a trainer's) weights of the base that were trained in full: `formats.adapters`;
                                   numbered files (non_lora_state_dict-00001-of-00002.bin) are one set
-    README.md                     the model card; more adapters of one model lie in sub-folders, each a folder like this
+    README.md                     the model card; more adapters of one model are in sub-folders, each a folder like this
 
 Names are those of the wrapped model without the adapter's own name (`default`), so every one begins `base_model.model.`
 and goes on with the base's module path. Of LoRA, `M` a module of the base, r the rank, shapes as torch's:
@@ -29,9 +29,9 @@ Example: a folder of rank 4 on q_proj of two layers is a catalog of 4 tensors of
 config in `hints["peft"]["config"]`, `sidefiles == ("README.md",)`.
 
 Written: `adapter_model.safetensors` and the config as PEFT writes it, from the source's own config: so the source must
-be an adapter; one of Megatron's has its config from the run's (`conversion.adapter_names`). What the tensors mean is
-`adapters.fold`' (`ckpt merge --method lora`). Cost: as `safetensors`. Holds the model alone. A folder in which a whole
-model lies beside the adapter is the model's.
+be an adapter; the config of one of Megatron's is made from the run's (`conversion.adapter_names`). The arithmetic of
+adapters is in `adapters.fold` (`ckpt merge --method lora`). Cost: as `safetensors`. Holds the model alone. If a folder
+has a complete model next to the adapter, it is read as the model.
 """
 
 from __future__ import annotations
@@ -77,14 +77,16 @@ NOT_AN_ADAPTER = "E1433"
 
 
 class Peft:
-    """The format object. Option of `read`: `lenient` (bool), as of `safetensors`."""
+    """The format `peft`. Option of `read`: `lenient` (bool), as for `safetensors`."""
 
     name = "peft"
     holds = Holds(all_states=False, extras=False, dialect="hf", adapter=True, dtypes=frozenset({"C128"}))
 
     def detect(self, tree: Tree) -> Evidence | None:
-        """By the names in a folder. An adapter beside its base's weights accompanies them: transformers opens the
-        base."""
+        """Claim a folder by its file names.
+
+        If the weights of the base are there too, transformers loads the base, so `turn` ranks the adapter behind it.
+        """
         names = tree.names() if tree.single is None else ()
         weights = next((name for name in (SAFE, BIN, MLX) if name in names), None)
         if CONFIG not in names or weights is None:
@@ -95,8 +97,11 @@ class Peft:
         return Evidence(f"{CONFIG} and {weights}", files=frozenset(files), loader="transformers", turn=2)
 
     def read(self, tree: Tree, options: ReadOptions = AS_IS) -> Catalog:
-        """The catalog from headers alone. Raises CorruptFile E1423 (config), Incomplete E1431 (no weights), E1432 (a
-        .bin that is no state dict), and what the containers raise."""
+        """The catalog, from headers alone.
+
+        Raises CorruptFile E1423 (config), Incomplete E1431 (no weights), E1432 (a .bin that is no state dict), and what
+        the containers raise.
+        """
         config = _config(tree)
         names = tree.names()
         if is_mlx(config):
@@ -110,7 +115,7 @@ class Peft:
                 hint="fetch the weights into the folder of the config",
             )
 
-        file = SAFE if SAFE in names else BIN
+        file = SAFE if SAFE in names else BIN  # PEFT prefers safetensors too
         sidefiles = hf_files.side_files(tree)
         refuse_lost_parts(names, tree.display())
         trained = trained_files(names)
@@ -163,7 +168,7 @@ class Peft:
         )
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
-        """One safetensors file and the config. Raises UsageError E1433 where the source is no adapter."""
+        """The plan of one safetensors file and the config. Raises UsageError E1433 if the source is no adapter."""
         return _target(wanted)
 
 
@@ -171,6 +176,7 @@ FORMAT = Peft()
 
 
 def _config(tree: Tree) -> dict[str, Any]:
+    """The content of adapter_config.json. Raises UnknownFormat E0393, CorruptFile E1423."""
     if not tree.exists(CONFIG):
         if tree.single is None and not {SAFE, BIN, MLX} & set(tree.names()):
             raise UnknownFormat(

@@ -5,8 +5,8 @@
                              model.layers.0.self_attn.q_proj.lora_b (r, out) ->  ....lora_B.weight (out, r)
                              model.layers.0.self_attn.q_proj.m (out,)        ->  ....lora_magnitude_vector (DoRA)
 
-mlx-lm adds `scale * lora_a @ lora_b`, so alpha is scale times the rank. Of an embedding `lora_a` has a row for each
-token, which is PEFT's lora_embedding_A turned. `0000100_adapters.safetensors` are older steps of the same.
+mlx-lm adds `scale * lora_a @ lora_b`, so alpha is scale times the rank. For an embedding `lora_a` has a row for each
+token: PEFT's lora_embedding_A, transposed. `0000100_adapters.safetensors` are older steps of the same adapter.
 Refused by name: whole layers (`fine_tune_type` full) and stacked experts (SwitchLinear), whose factors have three dims.
 
 Source: mlx-lm 0.29 and later `tuner/{lora,dora,utils}.py`. Cost: the header.
@@ -31,12 +31,12 @@ _PREFIX = "base_model.model."
 
 
 def is_mlx(config: Mapping[str, Any]) -> bool:
-    """Is it the config of an adapter of mlx-lm's?"""
+    """Whether an adapter_config.json was written by mlx-lm."""
     return "peft_type" not in config and ("fine_tune_type" in config or "lora_parameters" in config)
 
 
 def read_mlx(tree: Tree, config: Mapping[str, Any]) -> tuple[dict[TensorKey, LogicalTensor], dict[str, Any]]:
-    """(the adapter's tensors, its config), both as PEFT has them. Raises UsageError E2937 for what PEFT has not."""
+    """An adapter of mlx-lm as PEFT has it: (tensors, config). Raises UsageError E2937 for a kind that PEFT lacks."""
     kind = config.get("fine_tune_type", "lora")
     parameters = config.get("lora_parameters")
     scale = parameters.get("scale") if isinstance(parameters, dict) else None
@@ -59,6 +59,7 @@ def read_mlx(tree: Tree, config: Mapping[str, Any]) -> tuple[dict[TensorKey, Log
         if part == "lora_a":
             ranks[module] = tensor.shape[1]
         array = tensor.chunks[0].array
+        # The transposition costs nothing: the same bytes with other strides.
         if part != "m":
             array = array._replace(shape=array.shape[::-1], strides=contiguous_strides(array.shape)[::-1])
         own = TensorKey(name)
@@ -67,7 +68,7 @@ def read_mlx(tree: Tree, config: Mapping[str, Any]) -> tuple[dict[TensorKey, Log
 
 
 def _name_of(module: str, part: str) -> str | None:
-    """PEFT's name of a tensor of mlx-lm's, None for one that is no part of an adapter."""
+    """PEFT's name of a tensor of mlx-lm; None if it is no part of an adapter."""
     is_embedding = module.rpartition(".")[2] in _EMBEDDINGS
     ends = {
         "lora_a": "lora_embedding_A" if is_embedding else "lora_A.weight",
@@ -78,8 +79,9 @@ def _name_of(module: str, part: str) -> str | None:
 
 
 def _peft_config(config: Mapping[str, Any], ranks: Mapping[str, int], scale: float, *, is_dora: bool) -> dict[str, Any]:
+    """The adapter_config.json of PEFT. ranks: {module: rank}; scale: what mlx-lm multiplies the product by."""
     rank = max(ranks.values(), default=8)
-    alpha = scale * rank
+    alpha = scale * rank  # PEFT multiplies by alpha / r
     return {
         "alpha_pattern": {},
         "base_model_name_or_path": config.get("model") if isinstance(config.get("model"), str) else None,
@@ -92,7 +94,7 @@ def _peft_config(config: Mapping[str, Any], ranks: Mapping[str, int], scale: flo
         "peft_type": "LORA",
         "r": rank,
         "rank_pattern": {module: other for module, other in ranks.items() if other != rank},
-        # by full names: mlx-lm adapts the last layers alone where `num_layers` says so
+        # Full names, because mlx-lm may adapt only the last layers (`num_layers`).
         "target_modules": sorted(ranks),
         "task_type": "CAUSAL_LM",
         "use_dora": is_dora,

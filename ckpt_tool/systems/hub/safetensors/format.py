@@ -4,7 +4,7 @@ Specification
 -------------
 One file: `model.safetensors`; its bytes are specified in `safetensors_files.safetensors_file`.
 Many files: `model-00001-of-00003.safetensors`, ... and `model.safetensors.index.json` (see `formats.hub_folder.index`);
-any stem is read (`diffusion_pytorch_model`, ...). A tensor lies whole in one file. Each file's `__metadata__` is
+any stem is read (`diffusion_pytorch_model`, ...). A tensor is never split between files. Each file's `__metadata__` is
 `{"format": "pt"}`, without which transformers refuses to load it; torchao states its tensors there
 (`formats.hub_folder.subclasses`). Packing: tensors in the model's order; a file is closed when the next tensor
 would push it over the limit; a tensor larger than the limit gets a file of its own, and the file that was open stays
@@ -64,9 +64,12 @@ HEAD = 4 << 10  # bytes that `detect` looks at in a single file
 
 
 class HfSafetensors:
-    """The format object. Options of `read`: `lenient` (bool): white space before a header and tensors that the index
-    does not name are noted instead of refused; `prefer` (str): the index to read by, the one file beside it, or
-    `files`: the files without the index."""
+    """The format `safetensors`.
+
+    Options of `read`: `lenient` (bool): white space before a header and tensors that the index does not name are noted
+    instead of refused; `prefer` (str): the index to read by, the single file next to it, or `files`: the files without
+    the index.
+    """
 
     name = "safetensors"
     holds = Holds(
@@ -81,7 +84,7 @@ class HfSafetensors:
     )
 
     def detect(self, tree: Tree) -> Evidence | None:
-        """By the names in a folder; by the first bytes of a single file, a damaged one by its name."""
+        """Claim a folder by its file names, and a single file by its first bytes; a damaged one by its name."""
         chosen = _choose(tree, None)
         if chosen is None:
             return None
@@ -90,13 +93,14 @@ class HfSafetensors:
             named = chosen.why != BY_NAME
         return Evidence(
             chosen.why,
+            # Files with names of their own may be part of another format that uses safetensors.
             Specificity.NAMES if named else Specificity.CONTAINER,
             hf_files.claimed(chosen, tree.names()),
             loader="transformers" if named and chosen.kind != "ranks" else "",
         )
 
     def named(self, tree: Tree) -> frozenset[str]:
-        """The files by names; an index only next to a file of its stem: people make others (`model-best...`)."""
+        """The claimed files, without an index that has no file of its stem next to it (`model-best...` of a user)."""
         evidence = self.detect(tree)
         files = evidence.files if evidence else frozenset[str]()
         alone = {
@@ -108,7 +112,7 @@ class HfSafetensors:
         return files - alone
 
     def read(self, tree: Tree, options: ReadOptions = AS_IS) -> Catalog:
-        """The catalog from headers alone. Raises InputError / UnsafeInput; all files at fault are named at once."""
+        """The catalog, from headers alone. Raises InputError or UnsafeInput, which lists all faulty files at once."""
         prefer = options.prefer
         chosen = _choose(tree, prefer if isinstance(prefer, str) else None)
         if chosen is None and tree.single is not None:  # asked for by name: the header's fault says what it is
@@ -123,6 +127,7 @@ class HfSafetensors:
         if whole_file is not None and prefer != WITHOUT_INDEX:
             refuse_file_next_to_numbered(tree, whole_file, chosen.files, WITHOUT_INDEX, most=SHOWN)
         catalog = read_files(tree, chosen, self.name, lenient=options.lenient, forced=options.forced)
+        # Some repositories have the model twice; transformers would silently take the safetensors.
         if not prefer and BIN_INDEX in tree.listing():
             _agree(tree, catalog)
         if tree.single is None and of_a_trainer(tree.names()):
@@ -132,18 +137,23 @@ class HfSafetensors:
         return note_ignored(tree, catalog)
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
-        """The whole output: one file where it fits `shard_size` (or one is asked for), else files and their index.
-        Raises UsageError E3015 for names that a reader takes for averages."""
+        """The plan of the output: one file if it fits `shard_size` (or is asked for), else several and their index.
+
+        Raises UsageError E3015 for names that a reader takes for averages (EMA).
+        """
         return _target(wanted)
 
 
 FORMAT = HfSafetensors()
 BIN_INDEX = "pytorch_model.bin.index.json"
-BY_NAME = "its name"  # all that speaks for a single file
+BY_NAME = "its name"  # the reason if only its name shows that a single file is safetensors
 
 
 def _agree(tree: Tree, catalog: Catalog) -> None:
-    """The old `.bin` index beside the safetensors must name the same tensors, or one of the two is of another save."""
+    """Raise InconsistentCheckpoint E2604 if an old `.bin` index next to the safetensors lists other tensors.
+
+    Then one of the two models is from another save.
+    """
     theirs = {str(name) for names in read_index(tree, BIN_INDEX).shards.values() for name in names}
     if any(key.state != MODEL for key in catalog.tensors):  # averages, which have the names of their weights here
         return
@@ -160,6 +170,7 @@ def _agree(tree: Tree, catalog: Catalog) -> None:
 
 
 def _choose(tree: Tree, prefer: str | None) -> FileSet | None:
+    """The files to read, None if this is not safetensors."""
     if tree.single is None:
         listing: Collection[str] = tree.listing()
         if CONFIG in listing:  # several files next to an adapter, and their index, are read with it
@@ -182,7 +193,7 @@ def _choose(tree: Tree, prefer: str | None) -> FileSet | None:
 
 
 def _refuse_one_beside(tree: Tree, path: str) -> None:
-    """Raise InconsistentCheckpoint E2874 where the file of the index's stem is next to it and no part of it."""
+    """Raise InconsistentCheckpoint E2874 if a single file with the index's stem is next to it and not listed in it."""
     one = path.removesuffix(INDEX_SUFFIX) + SUFFIX
     if one in tree.names():
         refuse_file_next_to_index(tree, one, path, read_index(tree, path).shards, most=SHOWN)

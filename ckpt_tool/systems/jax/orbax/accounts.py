@@ -1,14 +1,14 @@
-"""Does a store hold what `_METADATA` says of it, no less and no more?
+"""Checks that a store has exactly the arrays and chunks that `_METADATA` and the headers describe.
 
     _METADATA: params.w    store: params.w/.zarray, params.w/0.0, params.b/.zarray, params.b/0
       -> E2871: params.b is stored, and no leaf of _METADATA names it
 
 Since 0.10.0 (22 November 2024) Orbax stores every chunk and says so (`store_array_data_equal_to_fill_value: true`,
 `_src/serialization/tensorstore_utils.py`). Before, it left chunks out that held nothing but the fill value, and stated
-nothing: a save without the flag may be one of those, or may have lost both the flag and the chunks. So a chunk that is
-not there is an error unless the flag is false or `--lenient` says that it is an old save. Both ways a note names it.
+nothing: a save without the flag may be one of those, or may have lost both the flag and the chunks. So a missing chunk
+is an error unless the flag is false or the user passes `--lenient` for an old save. In both cases a note names it.
 
-Nodes of a database bear a CRC-32C; headers in plain folders bear none. So there a header is compared with the chunks
+Nodes of a database have a CRC-32C; headers in plain folders have none. So there a header is compared with the chunks
 that are stored and with `write_shape`, which divides the shape of an array of JAX (its devices' parts are equal) and is
 a multiple of the chunk's; of NumPy's arrays it is the shape. Cost: 1 us a key.
 """
@@ -34,7 +34,7 @@ _SHOWN = 50
 
 
 def check_chunks(tree: Tree, item: OrbaxItem, arrays: Sequence[Array], *, lenient: bool) -> list[Note]:
-    """Notes on chunks that are read as the fill value. Raises Incomplete E0309 for those that are lost."""
+    """Notes on missing chunks that are read as the fill value. Raises Incomplete E0309 for those that are lost."""
     faults = [fault for fault in (array.missing() for array in arrays) if fault is not None]
     if faults and item.sparse is None:
         faults[0].hint = (
@@ -57,7 +57,7 @@ def check_chunks(tree: Tree, item: OrbaxItem, arrays: Sequence[Array], *, lenien
 
 
 def report_chunks(tree: Tree, arrays: Iterable[tuple[TensorKey, Array]]) -> None:
-    """Report each array of which chunks are not stored, and their bytes."""
+    """Report each array that lacks chunks, with the number of bytes."""
     for key, array in arrays:
         stored = sum(chunk.box.numel for chunk in array.chunks())
         lost = max(0, prod(array.shape) - stored)
@@ -69,8 +69,10 @@ def report_chunks(tree: Tree, arrays: Iterable[tuple[TensorKey, Array]]) -> None
 def check_leaves(
     tree: Tree, item: OrbaxItem, keys: Iterable[str] | None, rows: Sequence[tuple[OrbaxLeaf, Array]]
 ) -> None:
-    """Raise InconsistentCheckpoint E2871 for arrays and chunks that are stored and that nothing names. keys: those of
-    the database, None where the arrays are folders."""
+    """Raise InconsistentCheckpoint E2871 for stored arrays and chunks that no leaf or header accounts for.
+
+    keys: those of the database, None if arrays are plain folders.
+    """
     names = {array.name for _, array in rows}
     if keys is not None:
         strays = [name for name in _array_names(keys) if name not in names]
@@ -93,7 +95,7 @@ def check_leaves(
 
 
 def _array_names(keys: Iterable[str]) -> list[str]:
-    """The names of all arrays that have a header."""
+    """The names of the arrays whose headers are among the keys of a database."""
     names: list[str] = []
     for key in keys:
         name, _, last = key.rpartition("/")
@@ -103,7 +105,7 @@ def _array_names(keys: Iterable[str]) -> list[str]:
 
 
 def _find_strays(tree: Tree, item: OrbaxItem, arrays: Sequence[Array]) -> list[str]:
-    """The names of arrays in folders that no leaf names, and of those with chunks beyond their header's grid."""
+    """The names of arrays in plain folders that no leaf names, or that have chunks outside of their header's grid."""
     expected = {f"{array.name}/{key}" for array in arrays for key in array.chunk_keys()}
     names = {array.name for array in arrays}
 
@@ -128,10 +130,10 @@ def _find_strays(tree: Tree, item: OrbaxItem, arrays: Sequence[Array]) -> list[s
 
 
 def _check_write_shapes(tree: Tree, item: OrbaxItem, rows: Sequence[tuple[OrbaxLeaf, Array]]) -> None:
-    """Raise CorruptFile E2755 for headers that do not agree with what `_METADATA` says of each device's part."""
+    """Raise CorruptFile E2755 for headers that contradict the `write_shape` in `_METADATA`, each device's part."""
     faults: list[CkptError] = []
     for leaf, array in rows:
-        # An array of NumPy is written as one part, and says nothing of it.
+        # An array of NumPy is written as one part, and states no write_shape.
         part = array.shape if leaf.write_shape is None else leaf.write_shape
         chunk = array.layout.chunk
         fits = len(part) == len(array.shape) and all(

@@ -10,19 +10,19 @@ Specification (orbax-checkpoint 0.12.8 `_src/metadata/tree.py`, `_src/serializat
 
 * Items, steps, runs and `_METADATA`: `systems.jax.orbax.items`. Names and states: `systems.jax.orbax.names`.
 * An array's name is its path joined by dots, which may be ambiguous, so the path is `_METADATA`'s. With
-  `manifest.ocdbt` the arrays are keys of the database (`arrays.ocdbt`), whose B-tree leads into `ocdbt.process_N/d/`;
-  what these folders have of their own is left over, and `ckpt verify` alone looks at it. Without, an array is a folder
-  of that name.
+  `manifest.ocdbt` the arrays are keys of the database (`arrays.ocdbt`), whose B-tree points into `ocdbt.process_N/d/`;
+  the manifests and nodes of these folders are not used any more, and only `ckpt verify` checks them. Without
+  `manifest.ocdbt` an array is a folder of that name.
 * `use_zarr3` says which version of zarr (`arrays.zarr`). Chunks are the shards of the job's devices, cut again for
   what was replicated: any sharding is just a grid, so there is no mesh to read.
 * A chunk that is not there is lost, unless `store_array_data_equal_to_fill_value` is false: then it holds the fill
   value. What is stored and no leaf names is an error as well (`systems.jax.orbax.accounts`).
-* Value types: `jax.Array`, `np.ndarray`, `scalar` (rank 0) are arrays; `string` lies in `_strings.json`; `None`,
+* Value types: `jax.Array`, `np.ndarray`, `scalar` (rank 0) are arrays; a `string` is stored in `_strings.json`; `None`,
   `Dict`, `List`, `Tuple`, `NamedTuple` are empty. Keys of PRNGs are arrays of U32.
-* JSON items beside the trees are extras under their names; so are `metrics` and `custom_metadata`.
+* JSON items of a step are extras under their names; so are `metrics` and `custom_metadata`.
 
 Compressed chunks are read through views (`storage.views`), others in place. Written: see `systems.jax.orbax.target`.
-Cost: the B-tree whole, 3 us a chunk, and 40 us an array's header; indexes of zarr3's shards where chunks are wanted.
+Cost: the complete B-tree, 3 us a chunk, and 40 us an array's header; indexes of zarr3's shards when chunks are read.
 What it does not do: run code, read `_sharding`; write plain folders, or compressed.
 """
 
@@ -58,7 +58,7 @@ class _Orbax:
     )
 
     def detect(self, tree: Tree) -> Evidence | None:
-        """By `_METADATA`, which no other system has, or the name of a folder whose save did not finish."""
+        """Claim a tree by `_METADATA`, which no other system has, or by the name of a save that did not finish."""
         found = steps(tree)
         if not found:
             begun = [path for path in tree.listing() if TEMPORARY in path] if tree.single is None else []
@@ -89,7 +89,7 @@ class _Orbax:
         return find_items(tree)
 
     def named(self, tree: Tree) -> frozenset[str]:
-        """The files of the steps here by the names that Orbax gives; a claim takes in all that is in their folders."""
+        """The files that Orbax wrote, by their names; `detect` claims everything in their folders."""
         return frozenset(path for step in steps(tree) for path in own_files(tree, step))
 
     def hashed(self, tree: Tree) -> frozenset[str]:
@@ -97,8 +97,10 @@ class _Orbax:
         return frozenset(f"{folder}{MANIFEST}" for folder in processes(tree, steps(tree)))
 
     def late_faults(self, tree: Tree) -> Iterator[CkptError]:
-        """What is damaged in databases of processes (CorruptFile E2751, Incomplete), of which nothing else reads the
-        manifest and the nodes."""
+        """Damage in the databases of single processes (CorruptFile E2751, Incomplete).
+
+        Reading a checkpoint never needs their manifests and nodes, so only `ckpt verify` looks at them.
+        """
         for folder in processes(tree, steps(tree)):
             try:
                 read_keys(tree, folder)
@@ -108,13 +110,13 @@ class _Orbax:
     def fit(
         self, tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], hints: Hints, wish: LayoutWish
     ) -> Fitted:
-        """The tensors with one counter of steps; see `systems.jax.orbax.leaves`."""
+        """The tensors with one count of steps; see `systems.jax.orbax.leaves`."""
         from ckpt_tool.systems.jax.orbax.leaves import fitted
 
         return fitted(tensors, extras, hints)
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
-        """The whole output; see `systems.jax.orbax.target`."""
+        """The plan of the output; see `systems.jax.orbax.target`."""
         from ckpt_tool.systems.jax.orbax.target import orbax_target
 
         return orbax_target(wanted)

@@ -1,4 +1,4 @@
-"""Where the trees of an Orbax checkpoint lie, and what `_METADATA` says of their leaves.
+"""Where the trees of an Orbax checkpoint are stored, and the leaves that `_METADATA` lists.
 
     7/_CHECKPOINT_METADATA, 7/state/_METADATA, 7/config/metadata
       -> step "7/", items [state], JSON {"config": {...}}; leaves ("params", "w") jax.Array, ("opt_state", 0) None
@@ -8,7 +8,7 @@ steps, named by a number or ending in one. Folders of saves that did not finish 
 names.
 
 Source: orbax-checkpoint 0.12.8 `_src/metadata/tree.py` (`InternalTreeMetadata`), `_src/path/step.py`,
-`_src/handlers/composite_checkpoint_handler.py`. Reads `_METADATA` and JSON items whole.
+`_src/handlers/composite_checkpoint_handler.py`. Reads all of `_METADATA` and of JSON items.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ from ckpt_tool.storage.texts import strict_json
 METADATA = "_METADATA"
 STEP_METADATA = "_CHECKPOINT_METADATA"
 STRINGS = "_strings.json"
-# the file of a JSON item; that of the manager's metrics is another
-JSON_ITEM = "metadata"
-METRICS_ITEM = "metrics"
-# beside the arrays of a tree
+JSON_ITEM = "metadata"  # the file of a JSON item
+METRICS_ITEM = "metrics"  # the same of the item with CheckpointManager's metrics
+# Stored next to the arrays of a tree
 SHARDING = "_sharding"
 ARRAYS = "array_metadatas"
 JSON_HANDLER = "JsonCheckpointHandler"
@@ -45,7 +44,7 @@ _PROCESS = re.compile(rf"ocdbt\.process_\d+/{re.escape(MANIFEST)}")
 _ITEM_MARK = re.compile(rf"((?:[^/]+/){{0,2}}?)(?:{SHARDING}|(?:ocdbt\.process_\d+/)?{re.escape(MANIFEST)})")
 _STEP = re.compile(r"(?:.*[_\-])?\d+")
 _DONE = "commit_success.txt"
-_OWN = re.compile(  # below an item, but for arrays that are folders of zarr
+_OWN = re.compile(  # Orbax's own files in the folder of an item, apart from arrays that are folders of zarr
     rf"{METADATA}|{STEP_METADATA}|{re.escape(STRINGS)}|_sharding|{_DONE}|checkpoint|array_metadatas/process_\d{{1,7}}"
     rf"|(?:ocdbt\.process_\d+/)?(?:{re.escape(MANIFEST)}|d/[0-9a-f]{{32}})"
 )
@@ -53,53 +52,52 @@ _HEADERS = (".zarray", ".zattrs", ".zgroup", "zarr.json")
 _ARRAY = ("/.zarray", "/zarr.json")
 _CHUNK2 = re.compile(r"\d+(?:\.\d+)*")
 _CHUNK3 = re.compile(r"/c(?:/\d+)*$")
-# bytes, JSON values: a leaf has some 12
-_LIMIT = 256 << 20
-_VALUES = 20_000_000
-_JSON_LIMIT = 16 << 20
+_LIMIT = 256 << 20  # bytes of `_METADATA`
+_VALUES = 20_000_000  # JSON values in it: a leaf has some 12
+_JSON_LIMIT = 16 << 20  # bytes of any other JSON file
 STRING = "string"
 _KEY = "random_key_impl"
 EMPTY = ("None", "Dict", "List", "Tuple", "NamedTuple")  # value types of which nothing is stored
-# kinds of a key
+# Types of a key (`KeyType`)
 SEQUENCE = 1
 DICT = 2
 DEEPEST = 64  # keys of a path
 
 
 class OrbaxLeaf(NamedTuple):
-    """A leaf of the tree."""
+    """A leaf of a source's tree, as `_METADATA` lists it."""
 
-    path: Path  # dict keys as text, places in sequences as numbers
+    path: Path  # dict keys as text, positions in sequences as numbers
     kind: str  # its value_type
-    write_shape: tuple[int, ...] | None = None  # the part of the array that one device wrote, None where none is stated
+    write_shape: tuple[int, ...] | None = None  # the part of the array that one device wrote, if stated
 
     @property
     def stored(self) -> str:
-        """What its array is called in the store."""
+        """The name of its array in the store."""
         return ".".join(map(str, self.path))
 
 
 class OrbaxItem(NamedTuple):
-    """One tree."""
+    """An item that is a tree of arrays."""
 
-    folder: str  # below the tree of files, "" or with a slash
-    name: str  # its item's, "" for one that is the step itself
+    folder: str  # its path in the source, "" or with a slash at its end
+    name: str  # "" for an item that is the step itself
     leaves: tuple[OrbaxLeaf, ...]
-    ocdbt: bool  # is there a database?
+    ocdbt: bool  # arrays are in an OCDBT database
     zarr3: bool
-    sparse: bool | None  # were chunks of nothing but the fill value left out? None where no flag says it
-    custom: Any  # metadata of the user's
+    sparse: bool | None  # chunks that hold only the fill value were left out; None if no flag states it
+    custom: Any  # the user's `custom_metadata`
 
 
 class OrbaxStep(NamedTuple):
-    """The folder of the items, "" or with a slash, and their names: [""] for a step that is its item itself."""
+    """A step of a run."""
 
-    folder: str
-    items: tuple[str, ...]
+    folder: str  # its path in the source, "" or with a slash at its end
+    items: tuple[str, ...]  # names of its trees; ("",) for a step that is itself a single item
 
 
 def steps(tree: Tree) -> list[OrbaxStep]:
-    """The steps that lie here, by names alone; one for an item or a step."""
+    """The steps in a tree of files, by names alone: one for a folder that is a step or an item."""
     found: dict[str, list[str]] = {}
     for path in tree.listing() if tree.single is None else ():
         *above, last = path.split("/")
@@ -115,8 +113,11 @@ def steps(tree: Tree) -> list[OrbaxStep]:
 
 
 def lost_items(tree: Tree) -> list[str]:
-    """The folders of items whose `_METADATA` is missing, "" or with a slash: files that only such items have are there.
-    Trees of 2023, which never had one, have a file `checkpoint`."""
+    """The folders of items whose `_METADATA` is missing, "" or with a slash at their end.
+
+    They are recognised by files that only Orbax items have. Trees of 2023, which never had `_METADATA`, have a file
+    `checkpoint` and are not listed.
+    """
     folders: list[str] = []
     for path in tree.listing() if tree.single is None else ():
         found = _ITEM_MARK.fullmatch(path)
@@ -129,7 +130,7 @@ def lost_items(tree: Tree) -> list[str]:
 
 
 def files(tree: Tree, found: Sequence[OrbaxStep]) -> tuple[str, ...]:
-    """The files of these steps, without side files beside them."""
+    """All files in the folders of these steps, without the side files next to them."""
     folders = tuple(f"{step.folder}{item}/" if item else step.folder for step in found for item in step.items)
     above = tuple(f"{step.folder}{STEP_METADATA}" for step in found)
     return tuple(
@@ -140,8 +141,10 @@ def files(tree: Tree, found: Sequence[OrbaxStep]) -> tuple[str, ...]:
 
 
 def own_files(tree: Tree, step: OrbaxStep) -> tuple[str, ...]:
-    """The files of a step that Orbax wrote, by the names that it gives. `files` is for a claim, and takes in all that
-    is in the step's folders; of that, some may be somebody's own."""
+    """The files of a step that Orbax wrote, by their names.
+
+    `files`, in contrast, claims everything in the step's folders, where users may have put files of their own.
+    """
     folders = [f"{step.folder}{item}/" if item else step.folder for item in step.items]
     jsons = {path for _, path in _json_files(tree, step)}
     arrays = {path.rpartition("/")[0] for path in tree.listing() if path.endswith(_ARRAY)}
@@ -149,6 +152,7 @@ def own_files(tree: Tree, step: OrbaxStep) -> tuple[str, ...]:
     beside.update(path.rpartition("/")[0] + f"/{_DONE}" for path in jsons)
 
     def is_own(path: str) -> bool:
+        """Whether Orbax gives such a name to a file of this step."""
         if path in jsons or path in beside:
             return True
         holding = [folder for folder in folders if path.startswith(folder)]
@@ -160,7 +164,7 @@ def own_files(tree: Tree, step: OrbaxStep) -> tuple[str, ...]:
 
 
 def _is_of_array(path: str, arrays: Collection[str]) -> bool:
-    """Is it the header or a chunk of an array that is a folder of zarr?"""
+    """Whether a path is the header or a chunk of an array that is a plain folder of zarr."""
     folder, _, name = path.rpartition("/")
     if folder in arrays and (name in _HEADERS or _CHUNK2.fullmatch(name)):
         return True
@@ -169,7 +173,7 @@ def _is_of_array(path: str, arrays: Collection[str]) -> bool:
 
 
 def processes(tree: Tree, found: Sequence[OrbaxStep]) -> list[str]:
-    """The folders in which processes of the job had a database each, before the one above them was made of all."""
+    """The folders of the databases that single processes of the job wrote, before they were merged into the item's."""
     folders = [f"{step.folder}{item}/" if item else step.folder for step in found for item in step.items]
     return [
         path.removesuffix(MANIFEST)
@@ -180,8 +184,11 @@ def processes(tree: Tree, found: Sequence[OrbaxStep]) -> list[str]:
 
 
 def chosen_step(tree: Tree) -> OrbaxStep:
-    """The one step. Raises UnknownFormat E0393 for none, E0392 for several; Incomplete E2756 where the only save did
-    not finish."""
+    """The only step of a source.
+
+    Raises UnknownFormat E0393 if there is none, E0392 if there are several; Incomplete E2756 if the only save did not
+    finish; Unexplained E3031 if only `_METADATA` is missing.
+    """
     found = steps(tree)
     if len(found) == 1:
         return found[0]
@@ -222,7 +229,7 @@ def _number(name: str) -> int:
 
 
 def read_item(tree: Tree, step: OrbaxStep, name: str) -> OrbaxItem:
-    """The tree of an item. Raises CorruptFile E2755 for a `_METADATA` that is none."""
+    """The tree of an item, from its `_METADATA`. Raises CorruptFile E2755 if that is damaged."""
     folder = f"{step.folder}{name}/" if name else step.folder
     path = folder + METADATA
     raw = strict_json.parse(tree.read_whole(path, limit=_LIMIT), path=tree.display(path), limit=_VALUES)
@@ -244,7 +251,7 @@ def read_item(tree: Tree, step: OrbaxStep, name: str) -> OrbaxItem:
 
 
 def _check_names(tree: Tree, path: str, leaves: Sequence[OrbaxLeaf]) -> None:
-    """Raise CorruptFile E2755 for two leaves of one name, and for one that hangs below another."""
+    """Raise CorruptFile E2755 for two leaves of one name, and for a leaf below another leaf."""
     seen = set[str]()
     stored = [leaf for leaf in leaves if leaf.kind not in EMPTY]
     for leaf in stored:
@@ -260,6 +267,7 @@ def _check_names(tree: Tree, path: str, leaves: Sequence[OrbaxLeaf]) -> None:
 
 
 def _leaf(tree: Tree, path: str, shown: str, row: Any) -> OrbaxLeaf:
+    """A leaf from its row in `_METADATA`. shown: the row's key, for messages. Raises CorruptFile E2755."""
     try:
         keys = [(each["key"], each["key_type"]) for each in row["key_metadata"]]
         kind = row["value_metadata"]["value_type"]
@@ -290,7 +298,10 @@ def _damaged_error(tree: Tree, path: str, message: str) -> CorruptFile:
 
 
 def strings(tree: Tree, item: OrbaxItem) -> dict[str, str]:
-    """The texts of an item, by their leaves' names, of which slashes nest. Raises CorruptFile E2755."""
+    """The texts of an item, by the names of their leaves. Raises CorruptFile E2755.
+
+    `_strings.json` nests at each slash of a name.
+    """
     wanted = [leaf.stored for leaf in item.leaves if leaf.kind == STRING]
     path = item.folder + STRINGS
     if not wanted and not tree.exists(path):
@@ -311,7 +322,7 @@ def strings(tree: Tree, item: OrbaxItem) -> dict[str, str]:
 
 
 def _names_of_texts(value: Any, above: str = "") -> Iterator[str]:
-    """The names of all texts, of which slashes nest."""
+    """The names of all texts in nested dicts, with a slash between levels."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _names_of_texts(inner, f"{above}/{key}" if above else str(key))
@@ -320,7 +331,8 @@ def _names_of_texts(value: Any, above: str = "") -> Iterator[str]:
 
 
 def keys_of_prngs(tree: Tree, item: OrbaxItem) -> dict[str, str]:
-    """The arrays that are keys of a PRNG, by name: its kind, as `array_metadatas` says. The first process knows all."""
+    """The arrays that are PRNG keys: {name: kind of PRNG}, from `array_metadatas` of the first process, which has all
+    of them."""
     path = f"{item.folder}{ARRAYS}/process_0"
     if not tree.exists(path) or not 0 < tree.size(path) <= _JSON_LIMIT:
         return {}
@@ -336,14 +348,14 @@ def keys_of_prngs(tree: Tree, item: OrbaxItem) -> dict[str, str]:
 
 
 def json_items(tree: Tree, step: OrbaxStep) -> Iterator[tuple[str, Any]]:
-    """(name, value) of the items beside the trees that are JSON."""
+    """(name, value) of the step's items that are JSON instead of trees."""
     for name, path in _json_files(tree, step):
         raw = tree.read_whole(path, limit=_JSON_LIMIT)
         yield name, strict_json.parse(raw, path=tree.display(path))
 
 
 def _json_files(tree: Tree, step: OrbaxStep) -> Iterator[tuple[str, str]]:
-    """(name, file) of the same items."""
+    """(name, path of the file) of the step's JSON items."""
     if step.items == ("",):
         return
     for path in tree.listing():
@@ -354,7 +366,7 @@ def _json_files(tree: Tree, step: OrbaxStep) -> Iterator[tuple[str, str]]:
 
 
 def step_metadata(tree: Tree, step: OrbaxStep) -> Mapping[str, Any]:
-    """What `_CHECKPOINT_METADATA` says, {} where there is none."""
+    """The content of `_CHECKPOINT_METADATA`, {} if there is no such file."""
     path = step.folder + STEP_METADATA
     if not tree.exists(path):
         return {}
@@ -365,8 +377,7 @@ def step_metadata(tree: Tree, step: OrbaxStep) -> Mapping[str, Any]:
 
 
 def check_items(tree: Tree, step: OrbaxStep) -> None:
-    """Raise Incomplete E2872 for items of a step that its metadata or their own files show, and that are not there;
-    Unexplained E3031 where only a `_METADATA` is missing.
+    """Raise Incomplete E2872 for items that are missing, Unexplained E3031 if only their `_METADATA` is missing.
 
     Orbax lists the items that it saved in `_CHECKPOINT_METADATA`; a tree without its `_METADATA` still has the database
     or the list of its arrays. Versions of 2023 wrote `_METADATA` for some handlers of a step and not for others

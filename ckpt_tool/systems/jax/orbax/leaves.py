@@ -1,14 +1,14 @@
-"""Which leaf of an output hangs where in its tree.
+"""The path of each leaf of an output in its tree.
 
-A leaf that came from Orbax goes back to where it hung. Another one goes to `params`, or beside `mu` and `nu` of the
-optimizer, where the source had them or as `optax.adamw` has them; its name's dots are levels, unless another parameter
-bears the front of it:
+A leaf that was read from Orbax keeps its path. Any other goes below `params`, or next to `mu` and `nu` of the
+optimizer, at the source's path or at that of `optax.adamw`; the dots of its name are levels, unless the first part of
+it is the name of another parameter:
 
     layers.0.w, layers.0.w [exp_avg]    ("params", "layers", "0", "w"), ("opt_state", 0, "mu", "layers", "0", "w")
     a, a.b                              ("params", "a"), ("params", "a.b")
 
-Steps of parameters become one count, compared while they are read. Plain values become scalars and texts, lists
-sequences; `optax.adamw`'s other two states, which hold nothing, are `None`, as Orbax has them.
+Step counters of parameters become one count; they are compared while they are read. Plain values become scalars and
+texts, lists become sequences; `optax.adamw`'s other two states, which are empty, are `None`, as Orbax has them.
 """
 
 from __future__ import annotations
@@ -32,44 +32,47 @@ CLASH = "E2757"
 UNLIKE_STEPS = "E2758"
 _ARRAY = "np.ndarray"
 _SCALAR = "scalar"
-_GONE = object()
+_GONE = object()  # marks a missing value, as None is a value
 
 
 class PlainLeaf(NamedTuple):
-    """A scalar: its bytes."""
+    """A scalar as it is stored."""
 
     dtype: DType
     raw: bytes
 
 
 class LeafRow(NamedTuple):
-    """A leaf."""
+    """A leaf of an output's tree."""
 
     path: Path
     kind: str  # its value_type
-    # the number of the wanted tensor, a scalar, a text, or None for nothing
+    # The index of the wanted tensor, a scalar, a text, or None for an empty leaf.
     value: int | PlainLeaf | str | None
 
     @property
     def stored(self) -> str:
-        """What its array is called in the store."""
+        """The name of its array in the store."""
         return ".".join(map(str, self.path))
 
 
 @dataclass(slots=True)
 class LaidLeaf:
-    """What is written into each item of an Orbax checkpoint."""
+    """The content of each item of an Orbax checkpoint."""
 
     hint: Trees
-    items: dict[str, list[LeafRow]] = field(default_factory=dict)  # of each its rows, "" for the folder itself
-    json: dict[str, Any] = field(default_factory=dict)  # the items that are JSON
-    step: dict[str, Any] = field(default_factory=dict)  # of its metadata
+    items: dict[str, list[LeafRow]] = field(default_factory=dict)  # leaves by item, "" for the folder itself
+    json: dict[str, Any] = field(default_factory=dict)  # values of the JSON items
+    step: dict[str, Any] = field(default_factory=dict)  # metadata of the step
     notes: tuple[str, ...] = ()
 
 
 def fitted(tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], hints: Hints) -> Fitted:
-    """The tensors with one counter of steps in place of a parameter's own, or none where the extras have it. Raises
-    UsageError E2758 for counters of several shapes or dtypes."""
+    """The tensors with one count of steps in place of a counter for each parameter.
+
+    If the extras have the optimizer's count already, the counters are dropped. Raises UsageError E2758 for counters of
+    several shapes or dtypes.
+    """
     rows = list(enumerate(tensors))
     scalars = [tensor for tensor in tensors if tensor.key.state == EXTRAS and _is_scalar(tensor.shape, tensor.dtype)]
     unlisted = tuple(tensor.key for tensor in scalars)
@@ -102,6 +105,7 @@ def fitted(tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], hints: H
             hint="leave them out with --drop step, or write another format",
         )
 
+    # All counters become replicas of one chunk, so that they are compared while they are read.
     of_each = (
         Chunk(chunk.box, chunk.array, chunk.within, n) for n, (_, row) in enumerate(steps) for chunk in row.chunks
     )
@@ -114,12 +118,12 @@ def fitted(tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], hints: H
 
 
 def _is_scalar(shape: tuple[int, ...], dtype: DType) -> bool:
-    """Would a reader take it for a plain value where it is no tensor by its path?"""
+    """Whether a reader takes an array for a plain value, unless its path makes it a tensor."""
     return shape == () and dtype.name in PLAIN
 
 
 def laid_out(wanted: Wanted) -> LaidLeaf:
-    """Every leaf of the output. Raises UsageError E2757 where two want one place."""
+    """Every leaf of the output, by item. Raises UsageError E2757 if two leaves need the same path."""
     hint = wanted.hints.get(Trees)
     laid = LaidLeaf(hint or _system_trees(wanted))
     extras: dict[str, Any] = dict(wanted.extras)
@@ -142,7 +146,7 @@ def laid_out(wanted: Wanted) -> LaidLeaf:
 
 
 def _system_trees(wanted: Wanted) -> Trees:
-    """Where the system whose names they are hangs its leaves."""
+    """The tree that the system with these names uses: of Gemma's library, of MaxText, or of flax with optax."""
     system = (wanted.hints.dialect or "").partition("-")[0]
     if system == "gemma" and all(tensor.key.state == MODEL for tensor in wanted.tensors):
         return BARE
@@ -150,12 +154,16 @@ def _system_trees(wanted: Wanted) -> Trees:
 
 
 def _rows(wanted: Wanted, hint: Trees, extras: Mapping[str, Any], *, known: bool) -> tuple[list[LeafRow], list[str]]:
-    """(rows, what is left out). known: is the hint the source's?"""
+    """The leaves of the output, and the names of plain values that no leaf can hold.
+
+    known: `hint` describes the source's own trees.
+    """
     known_rows = {tuple(path): (kind, dtype) for path, kind, dtype in hint.rows}
     places = {tensor.path: n for n, tensor in enumerate(wanted.tensors) if tensor.path in known_rows}
     rows: list[LeafRow] = []
     used = set[Path]()
 
+    # The source's leaves come first, in their order, so that an unchanged tree is written as it was.
     for path, (kind, dtype) in known_rows.items():
         if path in places:
             rows.append(LeafRow(path, _ARRAY, places[path]))
@@ -191,6 +199,7 @@ def _rows(wanted: Wanted, hint: Trees, extras: Mapping[str, Any], *, known: bool
         else:
             rows.append(row)
 
+    # `optax.adamw` is a chain of three states; Orbax stores the two without arrays as `None`.
     if moments and not known:
         hung = {tuple(map(str, row.path[:2])) for row in rows}
         empty = ((hint.optimizer[0], n) for n in (1, 2))
@@ -200,7 +209,7 @@ def _rows(wanted: Wanted, hint: Trees, extras: Mapping[str, Any], *, known: bool
 
 
 def _path(key: TensorKey, hint: Trees, names: set[tuple[str, str]]) -> Path:
-    """Where a tensor goes that has no place of its own."""
+    """The path of a tensor that was not in the source's trees."""
     path = hint.path(key)
     parts = key.name.split(".")
     if any((key.state, ".".join(parts[:n])) in names for n in range(1, len(parts))):
@@ -209,7 +218,7 @@ def _path(key: TensorKey, hint: Trees, names: set[tuple[str, str]]) -> Path:
 
 
 def _check(rows: Sequence[LeafRow], wanted: Wanted) -> None:
-    """Raise UsageError E2757 where two leaves want one place, E0243 where a place gives a tensor another name."""
+    """Raise UsageError E2757 if two leaves need the same path, E0243 if a path would be read as another name."""
     seen: dict[Path, LeafRow] = {}
     branches = {row.path[:n]: row for row in rows for n in range(1, len(row.path))}
     stored: dict[str, LeafRow] = {}
@@ -225,6 +234,7 @@ def _check(rows: Sequence[LeafRow], wanted: Wanted) -> None:
             )
         seen[row.path] = stored[row.stored] = row
 
+    # Name the leaves as a reader will: each has to get its own key back.
     leaves = [row for row in rows if isinstance(row.value, int | PlainLeaf)]
     tensors = [wanted.tensors[row.value] if isinstance(row.value, int) else None for row in leaves]
     plain = [tensor is None or _is_scalar(tensor.shape, tensor.dtype) for tensor in tensors]
@@ -241,7 +251,7 @@ def _check(rows: Sequence[LeafRow], wanted: Wanted) -> None:
 
 
 def _value_at(extras: Any, path: Path) -> Any:
-    """The plain value at a path, `_GONE` where there is none."""
+    """The plain value at a path, `_GONE` if there is none."""
     for step in path:
         if isinstance(extras, Mapping) and (step in extras or str(step) in extras):
             extras = extras[step if step in extras else str(step)]
@@ -253,7 +263,7 @@ def _value_at(extras: Any, path: Path) -> Any:
 
 
 def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    """Every plain value below, and containers that hold nothing."""
+    """Every plain value in nested extras, and every empty container, with its path."""
     if isinstance(value, Mapping) and (value or not path):
         for key, inner in value.items():
             yield from _leaves(inner, (*path, str(key)))
@@ -273,7 +283,14 @@ def _empty_kind(value: Any) -> str:
 
 
 def _plain(path: Path, value: Any, dtype: str = "", was: str = _SCALAR) -> LeafRow | None:
-    """The leaf of a plain value; None where none holds it. dtype, was: what it was stored as, and its value_type."""
+    """The leaf that stores a plain value, None if none can.
+
+    Args:
+        path: Of the leaf.
+        value: The plain value.
+        dtype: The dtype in the source, tried first; "" if it had none.
+        was: The value_type in the source.
+    """
     if isinstance(value, str):
         return LeafRow(path, STRING, value) if value.isprintable() or value.isascii() else None
     if value is None or value in ({}, [], ()):

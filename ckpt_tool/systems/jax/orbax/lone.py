@@ -1,11 +1,11 @@
-"""What an Orbax item says where `_METADATA`, the manifest or a node of the database is missing: the arrays whose
-headers are still found.
+"""The arrays of an Orbax item without its `_METADATA`, its manifest or a node of its database, as far as their headers
+are found.
 
     ocdbt.process_0/manifest.ocdbt  ->  keys such as params.layer_0.q.kernel/.zarray  ->  layer_0.q.kernel F32 (8, 16)
 
-Three places are asked, and an array counts once: the item's own database, the databases that each process of the job
-wrote before they were joined, and folders of zarr. The path of an array is its key's, cut at dots: `_METADATA` alone
-says whether a dot belongs to a name. Cost: the B-trees and the headers.
+Three places are searched, and an array counts once: the item's own database, the databases that each process of the job
+wrote before they were merged, and folders of zarr. The path of an array is its key, split at dots: only `_METADATA`
+records whether a dot belongs to a name. Cost: the B-trees and the headers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _IN_ITEM = ("d/", "ocdbt.process_")
 
 
 def find_items(tree: Tree) -> Mapping[str, Callable[[], FileContent]]:
-    """What reads each item of the tree, by its folder ("" for the tree itself, else with a slash)."""
+    """Readers of all items in a tree, by their folders ("" for the tree itself, else with a slash at the end)."""
     folders: dict[str, list[str]] = {}
     for path in tree.listing():
         folder, _, name = path.rpartition("/")
@@ -68,8 +68,10 @@ def read_item(tree: Tree, item: str, databases: list[str]) -> FileContent:
 def _stores(
     tree: Tree, item: str, databases: list[str], notes: list[str]
 ) -> Iterator[tuple[ZarrStore, list[tuple[str, int]]]]:
-    """(a store, the arrays whose headers are in it, with their version of zarr). What can't be read is added to
-    `notes`."""
+    """The stores of an item, each with (name, version of zarr) of the arrays whose headers are in it.
+
+    Databases that can't be read are added to `notes`.
+    """
     for folder in databases:
         try:
             with collected_missing() as parts:
@@ -87,7 +89,7 @@ def _stores(
 
 
 def _names_of(keys: Iterable[str], *, nested: bool) -> Iterator[tuple[str, int]]:
-    """(name, version of zarr) of each array whose header is among the keys. nested: may a name have slashes?"""
+    """(name, version of zarr) of each array whose header is among the keys. nested: names may have slashes."""
     for key in keys:
         name, _, last = key.rpartition("/")
         if name and (nested or "/" not in name) and last in HEADERS:

@@ -1,21 +1,25 @@
-"""Where a leaf hangs in a tree of JAX <-> its logical name and state.
+"""The path of a leaf in a JAX tree <-> its logical name and state.
 
     ("params", "layer_0", "q", "kernel")                      layer_0.q.kernel
     ("params", "params", "decoder", "layers", "w")            decoder.layers.w                  MaxText's TrainState
     ("opt_state", 1, 0, "mu", "layer_0", "q", "kernel")       layer_0.q.kernel [exp_avg]        optax, at any depth
-    ("opt_state", 1, 0, "count")                              a plain value: the step of all that hangs beside it
-                                                              (`Catalog.count`, where it is the only one)
+    ("opt_state", 1, 0, "count")                              a plain value: the step of the states next to it
+                                                              (`Catalog.count`, if it is the only one)
     ("transformer/layer_0/attn", "w")                         transformer/layer_0/attn.w        a bare tree
     ("step",), a scalar                                       a plain value
     ("model", "q", "kernel", "value")                         q.kernel                          nnx: a Variable's value
 
-Rules: 1. The model is what hangs below `params`, `model`, ... at the top, less a `params` that is all there is below.
-2. Below an optimizer's root, a key whose rest is a parameter's path is a state: `mu` `exp_avg`, `nu` `exp_avg_sq`,
-`trace` `momentum_buffer`, others under their own name; `mu` beside Muon's `ns_coeffs` is `momentum_buffer`, as in
-torch.optim.Muon: it has no `nu`, and one of Adam's without is a fault. 3. What hangs below `ema_params`,
-`master_params` and the like is that state. 4. A tree without any of these roots is all model. 5. Of the rest, scalars
-and texts are plain values, arrays have the state `extras`. 6. Where every leaf of the model is the `value` of a
-Variable, that key is no part of a name. The path is always kept, so writing Orbax puts each leaf back where it hung.
+Rules:
+1. The model is everything below `params`, `model`, ... at the top; a second `params`, if it is the only key there, is no
+   part of a name.
+2. Below an optimizer's root, a key that is followed by the path of a parameter is a state: `mu` is `exp_avg`, `nu`
+   `exp_avg_sq`, `trace` `momentum_buffer`, others keep their own name; `mu` next to Muon's `ns_coeffs` is
+   `momentum_buffer`, as in torch.optim.Muon: Muon has no `nu`, while Adam's `mu` without `nu` is a fault.
+3. Leaves below `ema_params`, `master_params` and the like have that state.
+4. In a tree without any of these roots every array belongs to the model.
+5. Of the other leaves, scalars and texts are plain values, and arrays have the state `extras`.
+6. If every leaf of the model is the `value` of a Variable, that key is no part of a name.
+The path is always kept, so writing Orbax puts each leaf back at its path.
 
 Source: optax 0.2.8 `_src/transform.py` (ScaleByAdamState, TraceState), `contrib/_muon.py` (MuonState), flax 0.12
 `training/train_state.py`, `nnx/variablelib.py`, MaxText of 2026 `train_utils`. Orbax keeps named tuples as dicts of
@@ -38,10 +42,9 @@ from ckpt_tool.formats.state_dict.words import MASTER_ROOTS, MODEL_ROOTS, OPTIMI
 
 STATES = {"mu": "exp_avg", "nu": "exp_avg_sq", "nu_max": "max_exp_avg_sq", "trace": "momentum_buffer"}
 _BY_STATE = {state: name for name, state in STATES.items()}
-# the steps, and what hangs beside them
-COUNT = "count"
-COUNTED = ("mu", "nu", "nu_max")
-_MUON = "ns_coeffs"
+COUNT = "count"  # of an optimizer's steps
+COUNTED = ("mu", "nu", "nu_max")  # optax keeps these in the same named tuple as the count
+_MUON = "ns_coeffs"  # a field that only Muon's state has
 _MOMENTUM = "momentum_buffer"
 _VALUE = "value"
 _OPTIMIZERS = OPTIMIZER_ROOTS | {"opt_state"}
@@ -50,20 +53,19 @@ _PARAMS = "params"
 
 @dataclass(frozen=True, slots=True)
 class Trees(Hint):
-    """The trees of a source, for writing them again."""
+    """The structure of a source's trees, so that an output can have the same."""
 
     KEY: ClassVar[str] = "orbax"
-    rows: tuple[Any, ...]  # of each leaf its path, value_type and dtype. model,
-    model: tuple[Any, ...]
-    optimizer: tuple[Any, ...]  # where the parameters hang, and what hangs beside `mu`
-    items: tuple[str, ...] = ()  # the first steps of the paths that are items
-    json: tuple[str, ...] = ()
+    rows: tuple[Any, ...]  # (path, value_type, dtype) of each leaf
+    model: tuple[Any, ...]  # path of the parameters
+    optimizer: tuple[Any, ...]  # path of the state that has `mu`
+    items: tuple[str, ...] = ()  # first keys of paths that are items of a step
+    json: tuple[str, ...] = ()  # names of the JSON items
     zarr3: bool = False
-    # what users have said in `_METADATA`, by item. step: what `_CHECKPOINT_METADATA` says.
-    custom: Mapping[str, Any] | None = None
+    custom: Mapping[str, Any] | None = None  # the user's `custom_metadata`, by item
 
     def path(self, key: TensorKey) -> Path:
-        """Where a tensor without a place of its own belongs."""
+        """The path for a tensor that was not in the source's trees."""
         name = tuple(key.name.split("."))
         if key.state == MODEL:
             return (*self.model, *name)
@@ -75,7 +77,7 @@ class Trees(Hint):
 
     @property
     def count(self) -> Path:
-        """Where the steps of the optimizer are counted."""
+        """The path of the optimizer's count of steps."""
         return (*self.optimizer, COUNT)
 
 
@@ -88,24 +90,29 @@ BARE = Trees((), (), ("opt_state", 0))  # of weights alone, as Gemma's library h
 class NamedLeaf(NamedTuple):
     """The leaves of an Orbax tree under the names of tensors."""
 
-    keys: list[TensorKey | None]  # of each leaf that is a tensor; None for a plain value
+    keys: list[TensorKey | None]  # one for each leaf; None for a plain value
     notes: list[Note]
-    model: Path  # where the parameters hang, and what hangs beside `mu`, None where there is none
-    optimizer: Path | None  # where the parameters hang, and what hangs beside `mu`, None where there is none
-    variables: bool  # are leaves the values of nnx's Variables?
+    model: Path  # path of the parameters, () for a bare tree
+    optimizer: Path | None  # path of the optimizer's state that has `mu`, None if there is none
+    variables: bool  # leaves are the values of nnx's Variables
     faults: Mapping[TensorKey, CkptError]  # of tensors that can't be read, because another has the same name
 
     def named_by(self, path: Path) -> Path:
-        """What of a leaf's path is its name."""
+        """The part of a leaf's path that names it: without the `value` of a Variable."""
         return _without_value(path) if self.variables else path
 
 
 def name_leaves(paths: Sequence[Path], plain: Sequence[bool]) -> NamedLeaf:
-    """Keys for the leaves of one step. plain: is it a scalar that may as well be a plain value?"""
+    """The tensor keys of all leaves of one step.
+
+    Args:
+        paths: The leaf's paths.
+        plain: For each leaf, whether it is a scalar of a dtype that can be a plain value.
+    """
     root = _model_root(paths)
     own = [path for path in paths if path[: len(root)] == root]
     variables = bool(own) and all(path[-1] == _VALUE and len(path) > len(root) + 1 for path in own)
-    if variables:
+    if variables:  # optimizer states are Variables too: drop the key everywhere, so that their paths match
         paths = [_without_value(path) for path in paths]
 
     model = {path[len(root) :]: i for i, path in enumerate(paths) if path[: len(root)] == root} if root else {}
@@ -143,18 +150,19 @@ def _without_value(path: Path) -> Path:
 
 
 def _model_root(paths: Sequence[Path]) -> Path:
-    """Where the parameters hang, () for a bare tree."""
+    """The path of the parameters, () for a bare tree."""
     tops = {path[0] for path in paths if len(path) > 1}
     top = next((name for name in (_PARAMS, *MODEL_ROOTS) if name in tops), None)
     if top is None:
         return ()
     inner = {path[1] for path in paths if path[0] == top and len(path) > 1}
+    # MaxText's TrainState holds flax's variables, {"params": ...}, under its own `params`.
     deep = inner == {_PARAMS} and all(len(path) > 2 for path in paths if path[0] == top)
     return (top, _PARAMS) if deep else (top,)
 
 
 def _side(path: Path) -> str | None:
-    """The state of what hangs at a side root."""
+    """The state of leaves below a root such as `ema_params` or `master_params`, None for any other root."""
     top = str(path[0]).lower()
     if is_average(top):
         return EMA
@@ -162,7 +170,7 @@ def _side(path: Path) -> str | None:
 
 
 def _rest(path: Path, at: int, root: Path) -> Path:
-    """What follows step `at`, less what the model's root has below its first step."""
+    """The path after step `at`, without the steps that the model's root has after its first one."""
     rest = path[at + 1 :]
     return rest[len(root) - 1 :] if root and rest[: len(root) - 1] == root[1:] else rest
 
@@ -170,8 +178,10 @@ def _rest(path: Path, at: int, root: Path) -> Path:
 def _key(
     path: Path, root: Path, names: Mapping[Path, str], muon: Collection[Path]
 ) -> tuple[TensorKey, Path | None] | None:
-    """(the key, what hangs above an optimizer's state) of a leaf; None where no rule knows it. muon: what hangs above
-    the states of Muon's."""
+    """(the tensor key of a leaf, the path above the optimizer's state if it is one); None if no rule applies.
+
+    muon: the paths above states of Muon.
+    """
     if root and path[: len(root)] == root:
         return TensorKey(names[path[len(root) :]]), None
     side = _side(path) if len(path) > 1 else None
@@ -181,6 +191,7 @@ def _key(
         return None
     for at, step in enumerate(path[1:-1], start=1):
         rest = _rest(path, at, root)
+        # A state of a parameter that is not in the tree counts if its key is one of optax's.
         if (rest in names and not numeral(step)) or (step in STATES and rest and rest[:-1] not in names):
             state = _MOMENTUM if step == "mu" and path[:at] in muon else STATES.get(str(step), str(step))
             return TensorKey(_join_path(rest), state), path[:at]
@@ -192,8 +203,10 @@ def _join_path(path: Path) -> str:
 
 
 def _distinct(keys: list[TensorKey | None], paths: Sequence[Path]) -> tuple[list[Note], dict[TensorKey, CkptError]]:
-    """A second leaf of one key becomes an extra under its path. Gives notes, and the faults of names by which one of
-    two tensors would be lost."""
+    """Rename every second leaf of one key to an extra under its path.
+
+    Returns notes on these, and errors for tensors of which one would be lost.
+    """
     seen: dict[TensorKey, int] = {}
     notes = []
     faults: dict[TensorKey, CkptError] = {}

@@ -1,4 +1,4 @@
-"""Reading an Orbax step: its trees' leaves, put into one catalog. `systems.jax.orbax.format` is the specification."""
+"""Reading an Orbax step: the leaves of its trees as one catalog. `systems.jax.orbax.format` is the specification."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from ckpt_tool.systems.jax.orbax.accounts import check_chunks, check_leaves, rep
 from ckpt_tool.systems.jax.orbax.items import EMPTY, STRING, OrbaxItem, OrbaxLeaf, OrbaxStep
 from ckpt_tool.systems.jax.orbax.names import COUNT, COUNTED, OPTAX, STATES, NamedLeaf, Trees, name_leaves
 
+# Dtypes of scalars that can be plain values -> `struct`'s letter
 PLAIN = {
     "BOOL": "?",
     "I8": "b",
@@ -45,25 +46,25 @@ CUSTOM = "custom_metadata"
 class _StoredLeaf(NamedTuple):
     """A leaf that is an array."""
 
-    path: Path  # with its item's name, where a step has several
+    path: Path  # with the name of its item, if the step has several
     array: Array
 
 
 class _Tensors(Mapping[TensorKey, LogicalTensor]):
-    """Tensors whose chunks are looked for when they are wanted: indexes of shards take a read each."""
+    """Tensors whose chunks are located when a tensor is used: each shard's index of zarr 3 costs a read."""
 
     def __init__(self, found: Mapping[TensorKey, _StoredLeaf]) -> None:
         self._found = found
         self._made: dict[TensorKey, LogicalTensor] = {}
 
     def rows(self) -> Iterator[CatalogRow]:
-        """Every tensor as `inspect` lists it."""
+        """Every tensor as `ckpt inspect` lists it, without locating chunks."""
         for key, (_, array) in self._found.items():
             nbytes = array.dtype.nbytes(prod(array.shape))
             yield CatalogRow(key.name, key.state, array.dtype, array.shape, nbytes)
 
     def parted(self) -> Iterator[LogicalTensor]:
-        """None: chunks are a grid, and what a grid lacks was found by its keys (`Array.missing`)."""
+        """No tensors: chunks form a grid, and missing ones were found by their keys (`Array.missing`)."""
         return iter(())
 
     def __getitem__(self, key: TensorKey) -> LogicalTensor:
@@ -85,7 +86,10 @@ class _Tensors(Mapping[TensorKey, LogicalTensor]):
 
 
 def read_tree(tree: Tree, *, lenient: bool = False) -> Catalog:
-    """The catalog; see `format` for errors."""
+    """Read the only step of a tree into one catalog.
+
+    lenient: chunks that are not stored are read as the fill value. Errors are those of `systems.jax.orbax.format`.
+    """
     step = orbax_items.chosen_step(tree)
     orbax_items.check_items(tree, step)
     trees = [orbax_items.read_item(tree, step, name) for name in step.items]
@@ -149,7 +153,7 @@ def read_tree(tree: Tree, *, lenient: bool = False) -> Catalog:
 def _count(
     stored: Sequence[_StoredLeaf], named: NamedLeaf, tensors: Mapping[TensorKey, _StoredLeaf], notes: list[Note]
 ) -> LogicalTensor | None:
-    """The one count of the optimizer's steps, None where there is none, or several are beside moments."""
+    """The optimizer's count of steps, None if there is none or if several are next to moments."""
     parents_of_moments: set[Path] = set()
     for key, leaf in tensors.items():
         if key.state in _COUNTED_STATES:
@@ -187,7 +191,7 @@ def _leaves_with_header(tree: Tree, store: ZarrStore, leaves: Sequence[OrbaxLeaf
 
 
 def _arrays(tree: Tree, item: OrbaxItem, *, lenient: bool) -> tuple[list[tuple[OrbaxLeaf, Array]], list[Note]]:
-    """(the arrays of an item's leaves, notes on chunks that are not stored)."""
+    """The arrays of an item's leaves, and notes on chunks that are not stored."""
     if not item.ocdbt and any(path.startswith(f"{item.folder}ocdbt.process_") for path in tree.listing()):
         path = item.folder + MANIFEST
         report_missing(missing_file(path, tree.display(path)), files=[path])
@@ -208,7 +212,7 @@ def _arrays(tree: Tree, item: OrbaxItem, *, lenient: bool) -> tuple[list[tuple[O
 
 
 def _value(tree: Tree, array: Array) -> Any:
-    """The value of a scalar, None where it is lost."""
+    """The value of a scalar, None if it is lost."""
     for chunk in array.chunks():
         at = chunk.array
         (value,) = struct.unpack(PLAIN[array.dtype.name], tree.read(at.path, at.offset, array.dtype.nbytes(1)))
@@ -217,11 +221,10 @@ def _value(tree: Tree, array: Array) -> Any:
 
 
 def _put(extras: dict[Any, Any], path: Path, value: Any) -> None:
-    """Nest a value. A path leads through no other's leaf (`items.read_item`); a place in a sequence and a key that is
-    spelled like it are one."""
+    """Store a value in nested dicts. No leaf is below another leaf (`items.read_item` has checked it)."""
     at = extras
     for step in path[:-1]:
-        # A place in a sequence and a key spelled like it are one: 0 and "0".
+        # A position in a sequence and a key that is spelled like it are the same step: 0 and "0".
         twin: str | int = step
         if isinstance(step, int):
             twin = str(step)
@@ -232,7 +235,10 @@ def _put(extras: dict[Any, Any], path: Path, value: Any) -> None:
 
 
 def _as_lists(value: Any) -> Any:
-    """Sequences of which every place is a plain value as lists; of others the places as text."""
+    """The nested dicts with lists in place of sequences of which every position is a plain value.
+
+    Sequences with gaps (a tensor is there) stay dicts, with their positions as text.
+    """
     if not isinstance(value, dict):
         return value
     inner = {key: _as_lists(each) for key, each in value.items()}
@@ -250,8 +256,10 @@ def _hint(
     notes: list[Note],
     dtypes: Mapping[Path, str],
 ) -> Trees:
-    """What a writer of Orbax must know; JSON items and what users have said go into the extras. A leaf's name is the
-    leaf's: what has the same is left out, with a note."""
+    """The hint for a writer of Orbax; also adds JSON items and users' metadata to `extras`.
+
+    An item with the name of a leaf is left out, with a note.
+    """
     several = len(trees) > 1
     leaves = set(extras)
     beside = dict(orbax_items.json_items(tree, step))

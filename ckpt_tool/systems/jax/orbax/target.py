@@ -1,14 +1,15 @@
-"""Writing Orbax: a tree in an OCDBT database, its chunks as they are, so that every byte has its place before any
-moves.
+"""Writing Orbax: a tree in an OCDBT database with uncompressed chunks, so that the position of every byte is known
+before anything is written.
 
     _METADATA, manifest.ocdbt, d/5a01... (values), d/91fe... (the B-tree, with the arrays' headers)
 
 Chunks: at most `CHUNK` bytes, cut along the first dims, so that a process reads what it needs of a large array; any
 sharding may be restored. The last ones are padded, as zarr wants it. Value types are `np.ndarray`, which every call of
-Orbax's restores without a `_sharding`; a sharding that is asked for makes jax.Arrays of them. zarr 3 where the source
-had it. A step's items come back where the source was one, JSON items among them; else the folder is the item.
+Orbax's restores without a `_sharding`; a caller that asks for a sharding gets jax.Arrays. The version of zarr is the
+source's, else 2. A source that is a step with items, JSON items among them, is written as one; else the folder is the
+item.
 
-Which leaf hangs where: `systems.jax.orbax.leaves`. Source: see `format`; what was tried stands in `fixtures/README.md`.
+Paths of leaves: `systems.jax.orbax.leaves`. Source: see `format`; `fixtures/README.md` lists what was tried with Orbax.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _JSON_HANDLER = f"{_HANDLERS}json_checkpoint_handler.JsonCheckpointHandler"
 
 
 def orbax_target(wanted: Wanted) -> Target:
-    """The folder. Raises UsageError E2757 for leaves of which one hangs where another has a branch."""
+    """The plan of the output folder. Raises UsageError E2757 for a leaf at the path of another leaf's branch."""
     laid = laid_out(wanted)
     files: list[TargetFile] = []
     for item, rows in laid.items.items():
@@ -70,16 +71,16 @@ def orbax_target(wanted: Wanted) -> Target:
 
 
 class _Placed(NamedTuple):
-    """A chunk of wanted tensor number `tensor`: its box, its full shape, where it begins in its file."""
+    """A chunk with its place in a file."""
 
-    tensor: int
-    box: Box
-    full: tuple[int, ...]
-    offset: int
+    tensor: int  # index of the wanted tensor
+    box: Box  # the elements that it holds
+    full: tuple[int, ...]  # its shape with padding: chunks of a grid have one shape
+    offset: int  # in bytes of its file
 
 
 class _Tree:
-    """One item on its way to files. zarr3: are headers of version 3?"""
+    """Plans the files of one item. zarr3: write headers of zarr 3, else of zarr 2."""
 
     def __init__(self, wanted: Wanted, folder: str, rows: Sequence[LeafRow], *, zarr3: bool) -> None:
         self.wanted = wanted
@@ -91,7 +92,7 @@ class _Tree:
         self.ends: list[int] = []  # bytes of each file
 
     def files(self, custom: Any) -> Iterator[TargetFile]:
-        """Values, B-tree, manifest, texts and `_METADATA`. custom: what users have said in it."""
+        """The files with values, B-tree, manifest, texts and `_METADATA`. custom: the user's `custom_metadata`."""
         texts: dict[str, Any] = {}
         for row in self.rows:
             if isinstance(row.value, str):
@@ -102,6 +103,7 @@ class _Tree:
             elif isinstance(row.value, int):
                 self._array(row, row.value)
 
+        # Names have the form of TensorStore's random ones, but are hashes: equal input gives equal files.
         told = blake2b(repr([value[:1] + value[2:] for value in self.values]).encode(), digest_size=16).digest()
         names = [
             f"d/{blake2b(told + bytes([n & 255, n >> 8]), digest_size=16).hexdigest()}" for n in range(len(self.ends))
@@ -173,7 +175,7 @@ class _Tree:
 
 
 def _cut(shape: tuple[int, ...], dtype: DType) -> tuple[int, ...]:
-    """The shape of a chunk, the first dims cut until it has at most `CHUNK` bytes."""
+    """The shape of a chunk: that of the array, with the first dims divided until it has at most `CHUNK` bytes."""
     full = [max(extent, 1) for extent in shape]
     for dim, extent in enumerate(full):
         parts = ceil_div(dtype.nbytes(prod(full)), CHUNK)
@@ -198,7 +200,7 @@ def _v2(shape: Sequence[int], full: Sequence[int], dtype: DType) -> dict[str, An
 
 
 def spelled(dtype: DType) -> str:
-    """What a `.zarray` calls a dtype."""
+    """The name of a dtype in a `.zarray`."""
     if not dtype.exact:
         return str(dtype.torch)
     kind = {"B": "b", "I": "i", "U": "u", "F": "f", "C": "c"}[dtype.name[0]]

@@ -23,21 +23,20 @@ _WHOLE = re.compile(r"consolidated(-\d{5}-of-\d{5})?\.safetensors|consolidated\.
 
 
 class MetaFiles(NamedTuple):
-    """shards: `consolidated.NN.pth`, by number. safetensors: instead of them `consolidated*.safetensors` with whole
-    tensors, and their index."""
+    """The files of one checkpoint; one of the two fields is empty."""
 
-    shards: tuple[str, ...] = ()
-    safetensors: tuple[str, ...] = ()
+    shards: tuple[str, ...] = ()  # `consolidated.NN.pth`, by number
+    safetensors: tuple[str, ...] = ()  # `consolidated*.safetensors` with unsharded tensors, and their index
 
 
 def shard_number(path: str) -> int | None:
-    """The number of a shard, None for another file."""
+    """The number in a shard's name, None for any other file."""
     found = _SHARD.fullmatch(path.rpartition("/")[2])
     return int(found[1]) if found else None
 
 
 def choose(names: Iterable[str]) -> MetaFiles | None:
-    """The files that count, None where there are none. names: of the folder itself. Never raises; see `check`."""
+    """The checkpoint's files among the names of a folder, None if there are none. Never raises; see `check`."""
     names = list(names)
     shards = sorted((name for name in names if _SHARD.fullmatch(name)), key=lambda name: (_number(name), name))
     if shards:
@@ -47,8 +46,13 @@ def choose(names: Iterable[str]) -> MetaFiles | None:
 
 
 def check(shards: tuple[str, ...], *, path: str, count: int = 0) -> None:
-    """Raise Incomplete (E1400) or InconsistentCheckpoint (E1401) where the numbers alone show that shards are missing
-    or of two saves. path: the folder, for messages. count: how many there are in all, where that is known."""
+    """Raise Incomplete (E1400) or InconsistentCheckpoint (E1401) if the numbers show missing shards or two saves.
+
+    Args:
+        shards: File names, sorted by number.
+        path: The folder, for messages.
+        count: The total number of shards, 0 if it is not known.
+    """
     numbers = [_number(name) for name in shards]
     twice = [name for name, number in zip(shards, numbers, strict=True) if numbers.count(number) > 1]
     if twice:

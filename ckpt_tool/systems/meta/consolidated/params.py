@@ -1,4 +1,4 @@
-"""`params.json`: the sizes of a model in Meta's words, as far as the format needs them to join and to cut shards.
+"""`params.json`: the sizes of a model under Meta's keys, as far as they are needed to join and to write shards.
 
     {"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "vocab_size": 128256, "multiple_of": 1024, ...}
     -> MetaSizes(dim=4096, layers=32, heads=32, kv=8, head=128, vocab=128256)
@@ -22,7 +22,7 @@ from ckpt_tool.systems.meta.consolidated.files import PARAMS
 
 WRONG = "E1405"
 LIMIT = 1 << 20  # bytes: real ones have some hundred
-MOST = 1 << 40  # of any size: what no model comes near
+MOST = 1 << 40  # a bound for any size, far beyond every model
 
 
 class MetaSizes(NamedTuple):
@@ -30,24 +30,24 @@ class MetaSizes(NamedTuple):
 
     dim: int
     layers: int
-    heads: int  # of queries, of keys and values
-    kv: int  # of queries, of keys and values
-    head: int  # elements of one
+    heads: int  # number of heads of queries
+    kv: int  # number of heads of keys, and of values
+    head: int  # elements of one head
     vocab: int | None  # None where the file leaves it to the tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class MetaHints(Hint):
-    """What a reader of Meta's files remembers."""
+    """What a source in Meta's format passes on to a writer of the same format."""
 
     KEY: ClassVar[str] = "meta"
-    params: Mapping[str, Any] | None  # of params.json
-    embedding: int | None  # the dim along which the embedding is cut
-    as_read: bool  # the params are those of a file that lies in the source
+    params: Mapping[str, Any] | None  # the content of params.json
+    embedding: int | None  # the dim along which the embedding is sharded, None if it is not
+    as_read: bool  # the params are the source's own file, which may be copied
 
 
 def read_params(tree: Tree) -> Mapping[str, Any] | None:
-    """The file as it is, None where there is none. Raises CorruptFile."""
+    """The content of params.json, None if there is no such file. Raises CorruptFile E1405."""
     if not tree.exists(PARAMS):
         return None
     value = parse(tree.read_whole(PARAMS, limit=LIMIT), path=tree.display(PARAMS))
@@ -63,7 +63,10 @@ def read_params(tree: Tree) -> Mapping[str, Any] | None:
 
 
 def sizes_of(params: Mapping[str, Any], path: str) -> MetaSizes:
-    """The sizes that params state. path: of the file, for messages. Raises CorruptFile E1405, all faults at once."""
+    """The model's sizes in a params.json. path: of the file, for messages.
+
+    Raises CorruptFile E1405, with all faults at once.
+    """
     inner = params.get("model")
     level = inner if isinstance(inner, Mapping) else params
     faults = [

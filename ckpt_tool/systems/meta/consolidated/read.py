@@ -3,8 +3,8 @@
     shards (16, 4), (16, 4) of layers.0.attention.wq.weight, 32 rows by params.json  ->
           one tensor, two boxes of 16 rows
 
-Shapes times shards must come to what params.json says; a missing shard is reported with the rows that there are and how
-many are wanted. All faults of a pass come at once. Cost: a pickle a shard, then some 5 us a tensor and shard.
+The shards' shapes must add up to the sizes in params.json; a missing shard is reported with the rows that there are and
+those that are expected. All faults are reported at once. Cost: a pickle a shard, then some 5 us a tensor and shard.
 """
 
 from __future__ import annotations
@@ -50,23 +50,29 @@ _MORE = "a shard is missing, or params.json is another model's: fetch the folder
 
 
 class _Shards(NamedTuple):
-    """names: of the files, by rank. held: {tensor: array} of each."""
+    """The content of all shards."""
 
-    names: Sequence[str]
-    held: Sequence[Mapping[str, StoredArray]]
-    sizes: MetaSizes | None
+    names: Sequence[str]  # of the files, by rank
+    held: Sequence[Mapping[str, StoredArray]]  # {tensor: array} of each file
+    sizes: MetaSizes | None  # None without params.json
 
     @property
     def hidden(self) -> int | None:
-        """The width of the MLP, as the first layer's files have it."""
+        """The width of the MLP, from the first layer in the files; None if there is none."""
         first = next((each for name, each in self.held[0].items() if name.endswith(".feed_forward.w1.weight")), None)
         return first.shape[0] * len(self.held) if first is not None and len(first.shape) == 2 else None
 
 
 def read_shards(tree: Tree, names: tuple[str, ...], *, lenient: bool, required: bool) -> Catalog:
-    """The catalog. lenient: leave tensors out that no rule knows how to join; required: refuse files without CRCs.
+    """Join the shards into one catalog of unsharded tensors.
 
-    Raises what `systems.meta.consolidated.format` lists.
+    Args:
+        tree: The folder.
+        names: The shards, by rank.
+        lenient: Leave out tensors that no rule can join.
+        required: Refuse files without CRCs.
+
+    Raises what `read` of `systems.meta.consolidated.format` lists.
     """
     meta_files.check(names, path=tree.display())
     params = read_params(tree)
@@ -82,6 +88,7 @@ def read_shards(tree: Tree, names: tuple[str, ...], *, lenient: bool, required: 
     shards = _Shards(names, [_flat(tree, name, file) for name, file in zip(names, files, strict=True)], sizes)
     meta_files.check(names, path=tree.display(), count=_count_in_all(shards))
 
+    # Faults are collected, so that the user sees all damaged tensors after one run.
     faults: list[CkptError] = []
     notes: list[Note] = []
     tensors: dict[TensorKey, LogicalTensor] = {}
@@ -112,8 +119,10 @@ def read_shards(tree: Tree, names: tuple[str, ...], *, lenient: bool, required: 
 
 
 def _count_in_all(shards: _Shards) -> int:
-    """How many shards the model has, by the rows of a query in the first file and in params.json; 0 where they don't
-    say. The names alone don't show that the last ones are missing."""
+    """The number of shards of the complete model, from the rows of a query in the first file and in params.json.
+
+    0 if it can't be derived. File names alone do not show that the last shards are missing.
+    """
     for name, array in shards.held[0].items():
         if shards.sizes is not None and name.endswith(".attention.wq.weight") and len(array.shape) == 2:
             rows = shards.sizes.heads * shards.sizes.head
@@ -124,7 +133,7 @@ def _count_in_all(shards: _Shards) -> int:
 
 
 def _embedding_dim(tensors: Mapping[TensorKey, LogicalTensor]) -> int | None:
-    """The dim along which the shards cut the embedding, None where there is one."""
+    """The dim along which the embedding is sharded, None if it has one chunk."""
     found = tensors.get(TensorKey(EMBEDDING))
     if found is None or len(found.chunks) < 2:
         return None
@@ -132,7 +141,7 @@ def _embedding_dim(tensors: Mapping[TensorKey, LogicalTensor]) -> int | None:
 
 
 def _flat(tree: Tree, name: str, file: TorchContent) -> dict[str, StoredArray]:
-    """{tensor: array}. Raises CorruptFile E1409 for anything that is no flat state dict."""
+    """The content of one shard, {tensor: array}. Raises CorruptFile E1409 if it is no flat state dict."""
     deep = next((path for path, _ in file.leaves if len(path) != 1 or not isinstance(path[0], str)), None)
     if deep is not None or file.extras not in ({}, None):
         more = ".".join(map(str, deep)) if deep is not None else ", ".join(map(str, list(file.extras)[:3]))
@@ -146,7 +155,7 @@ def _flat(tree: Tree, name: str, file: TorchContent) -> dict[str, StoredArray]:
 
 
 def _join_shards(tree: Tree, shards: _Shards, name: str, faults: list[CkptError]) -> LogicalTensor | None:
-    """The whole tensor, or None with the reason among the faults."""
+    """The tensor joined from all shards; None if that fails, with the reason added to `faults`."""
     arrays = [held.get(name) for held in shards.held]
     absent = next((file for file, array in zip(shards.names, arrays, strict=True) if array is None), None)
     there = [array for array in arrays if array is not None]
@@ -180,7 +189,10 @@ def _join_shards(tree: Tree, shards: _Shards, name: str, faults: list[CkptError]
 def _place_shards(
     shards: _Shards, name: str, arrays: Sequence[StoredArray], faults: list[CkptError]
 ) -> LogicalTensor | None:
-    """Where each shard's array lies in the whole tensor; its shape is not compared yet."""
+    """The tensor with each shard's array at its place; None with a fault if no rule says how it is sharded.
+
+    The shape is not compared with params.json yet (`_check_shape`).
+    """
     first = arrays[0]
     count = len(arrays)
     if count == 1:
@@ -200,12 +212,13 @@ def _place_shards(
         )
         return None
 
-    if cut == EITHER:
+    if cut == EITHER:  # columns in Llama 1 and 2, rows since Llama 3
         cut = 1 if len(first.shape) == 2 and first.shape[1] * count == sizes.dim else 0
     if cut == ALL or len(first.shape) != 2:
         same = [Chunk(whole(first.shape), array, whole(first.shape)) for array in arrays]
         return LogicalTensor(TensorKey(name), first.shape, first.dtype, mark_replicas(same), (name,))
 
+    # With more ranks than heads of keys, `repeats` neighbouring ranks hold the same rows.
     band = first.shape[cut]
     repeats = 1
     if is_key_or_value(name) and count > sizes.kv and band == sizes.head:
@@ -226,7 +239,7 @@ def _place_shards(
 def _check_shape(
     tree: Tree, shards: _Shards, name: str, tensor: LogicalTensor | None, faults: list[CkptError]
 ) -> LogicalTensor | None:
-    """The tensor, unless params.json wants another shape."""
+    """The tensor if it has the shape that params.json gives; else None, with a fault."""
     if tensor is None or shards.sizes is None:
         return tensor
     wanted = shape_of(name, shards.sizes, shards.hidden)
@@ -252,7 +265,7 @@ def _check_shape(
 
 
 def _check_layers(tree: Tree, shards: _Shards, faults: list[CkptError]) -> None:
-    """A fault where the files hold other layers than params.json counts."""
+    """Add a fault if the files have other layers than params.json counts."""
     if shards.sizes is None:
         return
     layers = shards.sizes.layers
@@ -275,7 +288,7 @@ def _check_layers(tree: Tree, shards: _Shards, faults: list[CkptError]) -> None:
 
 
 def _raise(faults: list[CkptError], notes: list[Note], *, lenient: bool) -> None:
-    """Raise the first fault with all the others; under `lenient` tensors without a rule are noted instead."""
+    """Raise the first fault, with the others attached. With `lenient`, tensors without a rule become notes instead."""
     if lenient:
         for fault in faults:
             if fault.code == NO_RULE:

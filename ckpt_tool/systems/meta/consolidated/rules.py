@@ -1,12 +1,12 @@
-"""How Meta's tensor parallel ranks share each tensor, by the end of its name.
+"""How each tensor of Meta's models is sharded between tensor parallel ranks, by the end of its name.
 
     layers.3.attention.wo.weight   cut along dim 1 (RowParallelLinear)       tok_embeddings.weight   dim 0 or dim 1
     layers.3.attention.wq.weight   cut along dim 0 (ColumnParallelLinear)    layers.3.ffn_norm.weight   on every rank
 
 Embeddings are cut along their columns by Llama 1 and 2 (`ParallelEmbedding`), along the vocabulary since Llama 3
-(`VocabParallelEmbedding`): shapes and params.json tell which. Where there are more ranks than heads of keys, neighbours
-hold the same head (Llama 3.1 405B in 16 shards). Sources: meta-llama/llama (July 2023) and llama-models (July 2025)
-`model.py`; llama-models `models/checkpoint.py`; transformers 4.45 `convert_llama_weights_to_hf.py`.
+(`VocabParallelEmbedding`): shapes and params.json show which. If there are more ranks than heads of keys, neighbouring
+ranks hold the same head (Llama 3.1 405B in 16 shards). Sources: meta-llama/llama (July 2023) and llama-models (July
+2025) `model.py`; llama-models `models/checkpoint.py`; transformers 4.45 `convert_llama_weights_to_hf.py`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import re
 from ckpt_tool.systems.meta.consolidated.params import MetaSizes
 
 EMBEDDING = "tok_embeddings.weight"
-ALL = -1  # every rank holds the whole tensor
-EITHER = -2  # the embedding
+ALL = -1  # in place of a dim: every rank holds a full copy
+EITHER = -2  # in place of a dim: 0 or 1, depending on the generation (the embedding)
 _DIMS = {
     EMBEDDING: EITHER,
     "output.weight": 0,
@@ -38,8 +38,7 @@ _IN_LAYER = ("attention.", "feed_forward.", "attention_norm.", "ffn_norm.")
 
 
 def cut_of(name: str) -> int | None:
-    """The dim along which ranks share the tensor, `ALL`, `EITHER`, or None for a name that Meta's Llama does not
-    have."""
+    """The dim along which a tensor is sharded, `ALL`, `EITHER`, or None for a name that Meta's Llama does not have."""
     found = _LAYER.fullmatch(name)
     end = found[2] if found else name
     if end.startswith(_IN_LAYER) != (found is not None):
@@ -48,18 +47,20 @@ def cut_of(name: str) -> int | None:
 
 
 def layer_of(name: str) -> int | None:
+    """The number of the layer in a tensor's name, None outside of layers."""
     found = _LAYER.fullmatch(name)
     return int(found[1]) if found else None
 
 
 def is_key_or_value(name: str) -> bool:
+    """Whether the tensor is a projection to keys or values, which may have fewer heads than there are ranks."""
     return name.endswith((".attention.wk.weight", ".attention.wv.weight"))
 
 
 def shape_of(name: str, sizes: MetaSizes, hidden: int | None) -> tuple[int | None, ...] | None:
-    """The whole tensor's shape by params.json; None for a dim that it does not state, None where it states nothing.
+    """The shape of the unsharded tensor by params.json; None if it does not determine the tensor.
 
-    hidden: the width of the MLP, which the files tell.
+    A dim that params.json does not state is None. hidden: the width of the MLP, taken from the files.
     """
     dim = sizes.dim
     q = sizes.heads * sizes.head

@@ -1,7 +1,7 @@
 """Writing: `consolidated.NN.pth`, a file a tensor parallel rank, and `params.json`.
 
-Every shard is a flat dict of names and tensors, as Meta's loaders expect: `torch.load(weights_only=True)` reads it. All
-that can be wrong with the degree is reported at once, before a byte moves.
+Every shard is a flat dict of names and tensors, as Meta's loaders expect: `torch.load(weights_only=True)` reads it.
+Everything that is wrong with the degree is reported at once, before anything is written.
 """
 
 from __future__ import annotations
@@ -27,14 +27,18 @@ LLAMA3_THETA = 500_000.0  # of every Llama 3; Llama 1 and 2 have 10,000, Code Ll
 
 
 def meta_target(wanted: Wanted) -> Target:
-    """The files. Raises UsageError: E1410 (another degree than tp), E1411 (tensors or sizes that say no way to cut),
-    E1412 (dims and heads that --tp does not divide)."""
+    """The plan of the output files.
+
+    Raises UsageError: E1410 (another degree than tp), E1411 (no rule for how a tensor is sharded, or no sizes), E1412
+    (dims and heads that --tp does not divide).
+    """
     tp = _tp(wanted.wish.degrees)
     hints = wanted.hints.get(MetaHints) or MetaHints(None, None, False)
     params = _set_vocabulary(hints.params, wanted.tensors) if hints.params is not None else None
     cuts, notes = _cuts(wanted, tp, params, hints.embedding) if tp > 1 else ([ALL] * len(wanted.tensors), [])
     files = [_shard(wanted.tensors, cuts, rank, tp) for rank in range(tp)]
     copies = list(wanted.side_file_copies())
+    # An unchanged params.json is copied byte for byte; a changed or computed one replaces it.
     same = hints.as_read and params == hints.params
     if params is not None and not (same and any(file.path == PARAMS for file in copies)):
         copies = [file for file in copies if file.path != PARAMS]
@@ -45,7 +49,7 @@ def meta_target(wanted: Wanted) -> Target:
 
 
 def _set_vocabulary(params: Mapping[str, Any], tensors: Sequence[WantedTensor]) -> Mapping[str, Any]:
-    """The params with the rows that the embedding is written with, where they state another number."""
+    """The params with `vocab_size` set to the rows of the written embedding, if they state another number."""
     rows = next(
         (tensor.shape[0] for tensor in tensors if tensor.key.name == EMBEDDING and len(tensor.shape) == 2), None
     )
@@ -69,9 +73,10 @@ def _tp(degrees: Degrees) -> int:
 def _cuts(
     wanted: Wanted, tp: int, params: Mapping[str, Any] | None, embedding: int | None
 ) -> tuple[list[int], list[str]]:
-    """embedding: the dim along which the source's is cut, None for a source without a cut.
+    """The dim along which each tensor is cut (`ALL` for a full copy), and lines for the report.
 
-    Returns (the dim along which each tensor is cut, `ALL` for none; lines for the report)."""
+    embedding: the dim along which the source's embedding is cut, None if it is not.
+    """
     strange = [tensor.key.name for tensor in wanted.tensors if cut_of(tensor.key.name) is None]
     if params is None or strange:
         what = f"nothing says how {strange[0]} is cut" if strange else "nothing states the number of heads"
@@ -86,6 +91,7 @@ def _cuts(
         )
 
     notes = []
+    # The generations differ in how they cut the embedding: as in the source, else by signs of Llama 3 in the params.
     if embedding in (0, 1):
         dim = embedding
     else:
@@ -106,7 +112,7 @@ def _cuts(
 
 
 def _check(tensors: Sequence[WantedTensor], cuts: Sequence[int], tp: int, sizes: MetaSizes) -> None:
-    """Raise UsageError E1412 naming everything that the degree does not divide."""
+    """Raise UsageError E1412, listing everything that the degree does not divide."""
     faults = [f"{n} heads of {what}" for n, what in ((sizes.heads, "queries"), (sizes.kv, "keys")) if n % tp]
     for tensor, cut in zip(tensors, cuts, strict=True):
         if cut != ALL and (len(tensor.shape) != 2 or tensor.shape[cut] % tp):
@@ -122,7 +128,7 @@ def _check(tensors: Sequence[WantedTensor], cuts: Sequence[int], tp: int, sizes:
 
 
 def _shard(tensors: Sequence[WantedTensor], cuts: Sequence[int], rank: int, tp: int) -> TargetFile:
-    """The file of one rank."""
+    """The plan of one rank's file."""
     composer = TorchComposer()
     state = {}
     for number, (tensor, cut) in enumerate(zip(tensors, cuts, strict=True)):

@@ -147,7 +147,7 @@ def _read(tree: Tree, chosen: ChosenFiles, options: ReadOptions) -> Catalog:
     if chosen.ranks:
         return torch_ranks.read(tree, chosen, required=required, prefer=options.prefer)
     files = read_by_file(expected, lambda name: read_content(tree, name, dtensors=True))
-    if any(file.wrapped for file in files.values()):  # DTensors or ShardedTensors: per-rank files, whatever the name
+    if any(file.wrapped for file in files.values()):  # DTensors, ShardedTensors: per-rank files whatever their names
         own = [(torch_choice.rank_files([n]) or (TorchRankFile(n, "", None, None),))[0]._replace(name=n) for n in files]
         return torch_ranks.read(tree, replace(chosen, ranks=tuple(own)), required=required, prefer=options.prefer)
     notes = [*chosen.notes, *_hold_against(tree, expected, files, lenient=options.lenient)]
@@ -241,7 +241,7 @@ def _hold_against(
             file.leaves[:] = [leaf for leaf in file.leaves if dotted(leaf[0]) in wanted]
             notes.append(Note("W-extra-tensors", f"not in the index, not read: {', '.join(strangers[:20])}", name))
 
-        # Without an index nothing tells which of two copies is right.
+        # Nothing shows which of two copies is right.
         for key in names if len(files) > 1 else ():
             other = seen.setdefault(key, name)
             if other != name and (wanted is None or key in wanted):
