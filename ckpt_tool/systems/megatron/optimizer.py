@@ -1,8 +1,9 @@
 """Where each parameter is stored in the flat buffers of Megatron's optimizer, for reader and writer.
 
-The optimizer's files hold no names. Three orders give them back, all made from the model's own
-(registration) order: buffers (chunk by chunk, by dtype, experts apart), groups (weight decay or none, experts apart:
-`megatron.groups`) and the number of a parameter (group by group, inside a group in the model's order).
+The optimizer's files hold no names. They follow from three orders, each derived from the order in which the model
+registers its parameters: the order of buffers (chunk by chunk, by dtype, experts separate), of groups (with weight
+decay or without, experts separate: `megatron.groups`), and of parameters (group by group, inside a group in the model's
+order).
 
     a stage with  w (2-d), w.bias, norm (1-d), v (2-d):   group 0 (decay): w, v -> 0, 1    group 1: w.bias, norm -> 2, 3
 
@@ -43,7 +44,7 @@ BUSBW = 1 << 16  # elements, with pad_buckets_for_high_nccl_busbw
 
 
 class BucketPlace(NamedTuple):
-    """Where a parameter is stored."""
+    """Where a parameter is stored in a flat buffer."""
 
     bucket: int
     start: int  # elements from the start of its bucket
@@ -60,7 +61,7 @@ class Bucket(NamedTuple):
 
 
 class FlatBuffer(NamedTuple):
-    """A buffer laid out."""
+    """The layout of a flat buffer: its buckets, and the place of each parameter."""
 
     places: tuple[BucketPlace, ...]  # of each parameter, in the order of REGISTRATION (as they were given)
     buckets: tuple[Bucket, ...]
@@ -71,7 +72,7 @@ class FlatBuffer(NamedTuple):
         return sum(bucket.unpadded for bucket in self.buckets)
 
     def coalesced(self, index: int) -> int:
-        """Where parameter number `index` starts in the coalesced buffer, in elements."""
+        """Return the element at which parameter number `index` starts in the coalesced buffer."""
         place = self.places[index]
         return self.buckets[place.bucket].first + place.start
 
@@ -84,16 +85,18 @@ def lay_flat(
     data_ranks: int = 1,
     busbw: bool = False,
 ) -> FlatBuffer:
-    """The buffer of parameters with `numels` elements, given in the order of registration.
+    """Return the layout of a buffer of parameters with `numels` elements, given in the order of registration.
 
-    Shared embeddings and data ranks change nothing of the coalesced form as long as there is one bucket.
+    As long as there is one bucket, the coalesced form does not depend on shared embeddings or data ranks.
 
     Args:
         numels: elements of each parameter.
-        shared: which is an embedding that two stages share (a bucket of its own each).
+        shared: for each parameter, whether it is an embedding that two stages share; () if none is. Each of those gets
+        a
+            bucket of its own.
         bucket_size: elements at which a bucket closes, None for one bucket.
-        data_ranks: of the group that shares the buffer.
-        busbw: is padding rounded up for the bandwidth of NCCL (pad_buckets_for_high_nccl_busbw)?
+        data_ranks: number of ranks in the group that shares the buffer.
+        busbw: whether padding is rounded up for the bandwidth of NCCL (pad_buckets_for_high_nccl_busbw).
     """
     divisor = lcm(data_ranks, 128, BUSBW) if busbw else lcm(data_ranks, 128)
     alone = tuple(shared) or (False,) * len(numels)
@@ -105,6 +108,7 @@ def lay_flat(
     bucket_has_members = False
 
     def close_bucket(stop: int) -> int:
+        """Add the bucket that ends at `stop`, and return where the next one starts, after the padding."""
         nonlocal bucket_start, coalesced_start, bucket_has_members
         padded_stop = ceil_div(stop, divisor) * divisor
         buckets.append(Bucket(bucket_start, padded_stop - bucket_start, stop - bucket_start, coalesced_start))
@@ -130,7 +134,7 @@ def lay_flat(
 
 
 def default_bucket_size(data_ranks: int) -> int:
-    """Elements of a bucket when gradients overlap and no `ddp_bucket_size` is given."""
+    """Return the elements of a bucket if gradients overlap and no `ddp_bucket_size` is given: Megatron's default."""
     return max(40_000_000, 1_000_000 * data_ranks)
 
 
@@ -138,9 +142,9 @@ def default_bucket_size(data_ranks: int) -> int:
 
 
 class Buffer(NamedTuple):
-    """A flat buffer."""
+    """A flat buffer with its parameters."""
 
-    chunk: int
+    chunk: int  # of the virtual pipeline
     dtype: DType
     grads: DType  # dtype of its gradients
     members: tuple[RankArray, ...]  # its parameters, in registration order
@@ -148,16 +152,16 @@ class Buffer(NamedTuple):
 
 
 class Bucketing(NamedTuple):
-    """What decides buckets."""
+    """The settings that decide where buckets end."""
 
     size: int | None  # elements, None for one bucket a buffer
     data_ranks: int
     busbw: bool
-    alone: bool  # do shared embeddings get a bucket of their own?
+    alone: bool  # shared embeddings get a bucket of their own
 
 
 def bucketing_of(job: MegatronJob, *, experts: bool) -> Bucketing:
-    """The buckets of the dense or the experts' buffers."""
+    """Return the bucket settings of the dense buffers or (`experts`) of the experts' buffers."""
     facts = job.facts
     degrees = job.degrees
     ranks = degrees["dp"] * degrees["cp"]
@@ -168,7 +172,7 @@ def bucketing_of(job: MegatronJob, *, experts: bool) -> Bucketing:
 
 
 def _has_own_bucket(array: RankArray, arrays: Sequence[RankArray], job: MegatronJob, pp: int) -> bool:
-    """Is it an embedding that two pipeline stages share, so that it has a bucket of its own?"""
+    """Return whether the array is an embedding that two pipeline stages share, which gets a bucket of its own."""
     if job.stages.pp == 1 or not (job.facts.tied or job.facts.mtp) or stem(array.local) not in (EMBEDDING, TIED_HEAD):
         return False
     if job.stages.of(pp, array.chunk).embedding:
@@ -181,8 +185,15 @@ def _has_own_bucket(array: RankArray, arrays: Sequence[RankArray], job: Megatron
 def lay_buffers(
     arrays: Sequence[RankArray], job: MegatronJob, pp: int, bucketing: Bucketing, grads: DType
 ) -> list[Buffer]:
-    """The buffers of an optimizer of these parameters, in the order of their numbers (`gbuf_idx`). grads: dtype of
-    gradients where they are reduced in fp32."""
+    """Return the flat buffers of an optimizer in the order of their numbers (`gbuf_idx`).
+
+    Args:
+        arrays: the optimizer's parameters on one rank, in registration order.
+        job: whose arguments decide the buckets.
+        pp: the rank's pipeline stage.
+        bucketing: of these parameters.
+        grads: dtype of gradients if they are reduced in fp32.
+    """
     # A buffer holds parameters of one chunk and one dtype.
     members_by_kind: dict[tuple[int, str], list[RankArray]] = {}
     for array in sorted(arrays, key=lambda array: array.chunk):

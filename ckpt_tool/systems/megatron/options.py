@@ -1,4 +1,4 @@
-"""The options that Megatron alone has."""
+"""The options of the command line that only Megatron has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SPECS = ("local", "te")  # layers of Megatron's own modules, of Transformer Engi
 
 @dataclass(frozen=True, slots=True)
 class MegatronOptions:
-    """How Megatron builds the layers that are written. None: not given."""
+    """How Megatron shall build the layers of the new checkpoint. None: the option was not given."""
 
     spec: str | None = LAYOUT.choice(
         "Write layers of Megatron's own modules (local) or of Transformer Engine (te). Default: as "

@@ -1,14 +1,14 @@
-"""Tensors that Megatron stores in parts, each under a key of its own, and what the whole one is.
+"""Tensors that Megatron stores in parts, each under a key of its own, and how the whole tensor is put together.
 
-The one idea: what ranks share unequally is taken apart, so that any number of ranks can load it; the whole tensor has
-the parts one below the other.
+The one idea: a tensor whose sections are cut separately is stored as one key for each section, so that any number of
+ranks can load it; the whole tensor is its parts, concatenated along the rows.
 
     linear_fc1.weight_w, linear_fc1.weight_v        gate and up of a gated fc1   -> linear_fc1.weight [gate; up]
     experts.linear_fc1.weight3_w, ..._v             the same of expert 3         -> experts.linear_fc1.weight3
     in_proj.weight.query, ....key, ....value, ...   sections of a recurrent module (`rules.SECTIONS`)
 
-torch_dist has halves for singleton experts and sections always (`megatron.torch_dist.keys`), Megatron-FSDP halves
-wherever the layer is gated by SwiGLU, sections where Megatron-Bridge saved (`megatron.fsdp_dtensor.format`).
+torch_dist always stores sections, and halves for singleton experts (`megatron.torch_dist.keys`). Megatron-FSDP stores
+halves wherever the layer is gated by SwiGLU, and sections if Megatron-Bridge saved it (`megatron.fsdp_dtensor.format`).
 
 Sources (NVIDIA/Megatron-LM core 0.19.0): `core/transformer/mlp.py` (`apply_swiglu_sharded_factory`),
 `core/transformer/fsdp_dtensor_checkpoint.py` (`handle_swiglu_in_state_dict`, `handle_gdn_in_state_dict`),
@@ -36,7 +36,7 @@ _WORDS = {"w": "gate (_w) half of a gated fc1", "v": "up (_v) half of a gated fc
 
 
 def apart(key: str) -> tuple[str, str]:
-    """(key of the whole tensor, the part that this key stands for), the part "" where the key is the whole tensor's.
+    """Return (key of the whole tensor, name of the part that is stored under `key`); the part is "" for a whole tensor.
 
     >>> apart("mlp.linear_fc1.weight_v"), apart("mlp.linear_fc2.weight")
     (('mlp.linear_fc1.weight', 'v'), ('mlp.linear_fc2.weight', ''))
@@ -48,19 +48,19 @@ def apart(key: str) -> tuple[str, str]:
 
 
 def parts_of(key: str, part: str) -> tuple[str, ...]:
-    """All parts of the whole tensor of which `part` is one, in their order."""
+    """Return all parts of the tensor `key`, of which `part` is one, in their order; () if `part` is ""."""
     if part in HALF:
         return HALF
     return section_names(key) if part else ()
 
 
 def of_part(key: str, part: str) -> str:
-    """The key of one of a tensor's parts."""
+    """Return the key under which part `part` of the tensor `key` is stored."""
     return f"{key}_{part}" if part in HALF else f"{key}.{part}"
 
 
 def moved(chunk: Chunk, rows: int) -> Chunk:
-    """The chunk `rows` rows further down its tensor; a scalar's as it is."""
+    """Return the chunk moved down by `rows` rows; a scalar's chunk is returned unchanged."""
     offset = chunk.box.offset
     if not offset:
         return chunk
@@ -68,8 +68,11 @@ def moved(chunk: Chunk, rows: int) -> Chunk:
 
 
 class Gathered:
-    """A logical tensor while its chunks are gathered. shape: the first part's. parts: those that lie apart, in their
-    order, () for none. chunks: of a tensor without. held, rows: of each part that was found."""
+    """A logical tensor while its chunks are gathered.
+
+    shape: of the first part that was found. parts: the names of its parts in their order, () if it is stored whole.
+    chunks: of a tensor that is stored whole. held, rows: the chunks and the number of rows of each part found so far.
+    """
 
     __slots__ = ("chunks", "dtype", "held", "parts", "rows", "shape")
 
@@ -82,21 +85,28 @@ class Gathered:
         self.rows: dict[str, int] = {}
 
     def begin(self, part: str, shape: tuple[int, ...]) -> None:
-        """A part was found, "" for the whole tensor."""
+        """Record that a part was found ("" for the whole tensor), and its number of rows."""
         if part:
             self.rows[part] = shape[0] if shape else 0
             self.held[part] = ()
 
     def place(self, part: str, chunks: Sequence[Chunk]) -> None:
-        """The chunks of a part that has begun; columns stay such."""
+        """Set the chunks of a part for which `begin` was called; `ChunkColumns` are kept as they are."""
         if part:
             self.held[part] = chunks
         else:
             self.chunks = chunks
 
     def whole(self, key: TensorKey, path: str) -> LogicalTensor:
-        """The tensor, its parts one below the other. Raises Incomplete E0309 for a part that is missing. path: the
-        folder, for the message."""
+        """Return the tensor, its parts concatenated along the rows.
+
+        Args:
+            key: of the tensor.
+            path: the folder, for the message.
+
+        Raises:
+            Incomplete: E0309, a part is missing.
+        """
         shape = self.shape
         chunks = self.chunks
         if self.parts:
@@ -107,7 +117,7 @@ class Gathered:
         return LogicalTensor(key, shape, self.dtype, chunks)
 
     def _join_parts(self, key: TensorKey, path: str) -> tuple[int, Sequence[Chunk]]:
-        """(rows of the whole tensor, its chunks) from those of its parts."""
+        """Return (rows of the whole tensor, its chunks), from the parts."""
         missing = [part for part in self.parts if part not in self.held]
         if missing:
             what = _WORDS.get(missing[0], f"section {missing[0]!r} of a projection")
@@ -120,6 +130,7 @@ class Gathered:
             )
         starts = [0, *accumulate(self.rows[part] for part in self.parts)]
         held = [(self.held[part], start) for part, start in zip(self.parts, starts, strict=False)]
+        # Columns of many chunks can be joined without making an object for each chunk.
         if all(isinstance(chunks, ChunkColumns) for chunks, _ in held):
             from ckpt_tool.formats.dcp_container.dcp_columns import DcpColumns, joined
 

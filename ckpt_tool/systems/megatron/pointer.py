@@ -19,7 +19,7 @@ from ckpt_tool.storage.source import Tree
 
 
 def pointed(tree: Tree) -> list[str]:
-    """The folder that the pointer file of a parent folder names, with its slash; [] without a sound one."""
+    """Return the folder (with its slash) that a run's pointer file names; [] if there is no file or it names none."""
     if not tree.exists(POINTER):
         return []
     text = tree.head(POINTER, 64).decode("utf-8", "replace").strip()
@@ -29,21 +29,27 @@ def pointed(tree: Tree) -> list[str]:
 
 
 def folder_of(iteration: Any) -> str:
-    """The folder of a step, with its slash; without a number, `release/`."""
+    """Return the folder of a step, with its slash; `release/` if `iteration` is not a step's number."""
     if type(iteration) is int and 0 < iteration < 10**12:
         return f"{step_name(iteration)}/"
     return RELEASE
 
 
 def pointer_to(folder: str) -> TargetFile:
-    """The pointer file that names the folder."""
+    """Return the pointer file that names the folder."""
     name = folder.rstrip("/")
     text = name if folder == RELEASE else str(int(name.removeprefix("iter_")))
     return whole_file(POINTER, text.encode("ascii"))
 
 
 def misnamed(tree: Tree, folder: str, stated: Any) -> Note | None:
-    """A note where the folder is named for another iteration than `stated`, the one of what lies in it."""
+    """Return a note if the folder's name states another iteration than its content, else None.
+
+    Args:
+        tree: the checkpoint.
+        folder: inside the checkpoint, "" for its root.
+        stated: the iteration in the common state.
+    """
     name = (folder or tree.shown).rstrip("/").rpartition("/")[2]
     named = re.fullmatch(r"iter_(\d{1,12})", name)
     if named is None or type(stated) is not int or int(named[1]) == stated:

@@ -1,10 +1,10 @@
-"""RNG states of Megatron's ranks: under which names extras have them, and as which tensors files do.
+"""RNG states of Megatron's ranks: their names in a catalog's extras, and their tensors in files.
 
     (stage 0, tensor rank 1) of (2, 2)  ->  extras["rng_state"]["mp_rank_01_000"] = [{"torch_rng_state": bytes, ...}]
 
-Every format of Megatron's gives them under the name of the legacy checkpoint's folder, the states as bytes; files have
-uint8 tensors of 5,056 elements. Source: NVIDIA/Megatron-LM `training/checkpointing.py` (`get_rng_state`). What it does
-not do: give a rank's state to another.
+In the extras every format of Megatron names a rank's states as a legacy checkpoint names its folder, and holds them as
+bytes; files have uint8 tensors of 5,056 elements. Source: NVIDIA/Megatron-LM `training/checkpointing.py`
+(`get_rng_state`). What it does not do: give a rank's state to another rank.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from ckpt_tool.core.tensor import EMA, EXTRAS, MODEL
 
 _RNG_BYTES = ("torch_rng_state", "cuda_rng_state", "rng_tracker_states")
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_dp(\d{3,}))?")
-Value = Callable[[Sequence[int], DType, bytes], Any]  # makes a tensor of known bytes
+Value = Callable[[Sequence[int], DType, bytes], Any]  # makes a tensor from shape, dtype and bytes
 
 
 def can_resume(tensors: Iterable[WantedTensor]) -> bool:
-    """Are there states of an optimizer, so that a job may go on with them?"""
+    """Return whether the tensors include states of an optimizer, so that a job can resume from them."""
     return any(tensor.key.state not in (MODEL, EMA, EXTRAS) for tensor in tensors)
 
 
 def note_of_missing(why: str) -> str:
-    """The note for an output without RNG states, which Megatron looks for unless it is started otherwise."""
+    """Return the note for an output without RNG states: Megatron fails to load them unless it is told not to look."""
     return f"RNG states are not written: {why}; start Megatron with --no-load-rng, it draws new ones"
 
 
@@ -37,8 +37,12 @@ NO_STATES = "the source has none"
 
 
 def rank_name(at: tuple[int, ...], shape: tuple[int, ...]) -> str:
-    """The rank of an RNG state as a legacy checkpoint names its folder: (pp, tp) of (PP, TP) -> `mp_rank_01_000`; where
-    a third number is the data rank (core 0.16 with EP > 1), with `_dp002` at its end."""
+    """Return the name of a rank's RNG state: the name of its folder in a legacy checkpoint.
+
+    Args:
+        at: (pp, tp) -> `mp_rank_01_000`; (pp, tp, data rank), as core 0.16 with EP > 1 has it, appends `_dp002`.
+        shape: the numbers of ranks in the same order; without pipeline stages the name has no stage.
+    """
     if len(at) not in (2, 3):
         return ".".join(map(str, at))
     stage = f"_{at[0]:03d}" if shape[0] > 1 else ""
@@ -46,7 +50,11 @@ def rank_name(at: tuple[int, ...], shape: tuple[int, ...]) -> str:
 
 
 def by_rank(states: Any, degrees: Mapping[str, int]) -> tuple[tuple[int, ...], dict[tuple[int, ...], Any]]:
-    """(shape, RNG states by stage, tensor rank and, where the names show it, data rank), from names of rank folders."""
+    """Return (numbers of ranks, RNG states by rank), the inverse of `rank_name`.
+
+    A rank is (stage, tensor rank) or, if a name shows it, (stage, tensor rank, data rank). ((0,), {}) if a name does
+    not fit these degrees.
+    """
     pp = degrees["pp"]
     tp = degrees["tp"]
     data = degrees["dp"] * degrees["cp"]
@@ -64,8 +72,10 @@ def by_rank(states: Any, degrees: Mapping[str, int]) -> tuple[tuple[int, ...], d
 
 
 def tensors_of_rng(value: Any, make: Value, *, inside: bool = False) -> Any:
-    """An RNG state with its bytes as the uint8 tensors that they were, made by `make`. inside: is `value` a part of one
-    that is known to be such bytes?"""
+    """Return an RNG state with its bytes as uint8 tensors again, made by `make`.
+
+    inside: whether `value` is part of an entry whose bytes are known to be tensors; other bytes stay bytes.
+    """
     if isinstance(value, Mapping):
         return {key: tensors_of_rng(v, make, inside=inside or key in _RNG_BYTES) for key, v in value.items()}
     if isinstance(value, list | tuple):

@@ -1,10 +1,10 @@
-"""What Megatron's arguments say of a source's model, in the hub's words.
+"""The model's config (in the hub's terms) that Megatron's arguments state.
 
-    arguments alone             what they say (`families.config.translation`)
-    config.json next to them    config.json, with what the arguments say otherwise, noted
+    arguments only              translated to the hub's keys (`families.config.translation`)
+    config.json next to them    config.json, changed where the arguments differ; a note lists the differences
 
-A job may have trained on with another context or rope, and then its arguments are right and the file that was copied
-next to them is old.
+The arguments take precedence, because a job may have continued the training with another context length or rope: then
+the copied config.json is out of date.
 """
 
 from __future__ import annotations
@@ -20,8 +20,13 @@ _NEEDED = ("num_layers", "hidden_size", "num_attention_heads")  # arguments with
 
 
 def read_arguments(opened: Opened, config: Mapping[str, Any] | None, family: str | None) -> ModelConfig | None:
-    """The config in the hub's words, None where the source has no arguments of a model. config: its config.json.
-    family: whose arguments they are, where that is known."""
+    """Return the config in the hub's terms, None if the source has no arguments of a model.
+
+    Args:
+        opened: the source.
+        config: its config.json, None if there is none.
+        family: the model's family if it is known.
+    """
     args = model_arguments(opened)
     if not args:
         return None
@@ -36,7 +41,7 @@ def read_arguments(opened: Opened, config: Mapping[str, Any] | None, family: str
 
 
 def _beside(args: Mapping[str, Any]) -> dict[str, Any]:
-    """What the arguments say of the tensors alone."""
+    """Return the config's keys that describe stored tensors: their dtype and the rows of the vocabulary."""
     from ckpt_tool.systems.megatron.args import torch_dtype
 
     dtype = torch_dtype(args.get("params_dtype"))
@@ -45,7 +50,7 @@ def _beside(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_arguments(opened: Opened) -> dict[str, Any]:
-    """Megatron's arguments of the model, {} where the source has none or too few."""
+    """Return the source's arguments of Megatron, {} if it has none or too few to describe a model."""
     extras = opened.catalog.extras
     args: Mapping[str, Any]
     if "args" in extras:
@@ -61,7 +66,7 @@ def model_arguments(opened: Opened) -> dict[str, Any]:
 
 
 def centred_norms(opened: Opened) -> bool | None:
-    """Do Megatron's norms multiply by 1 + weight (`--apply-layernorm-1p`)? None where nothing states it."""
+    """Return whether Megatron's norms multiply by 1 + weight (`--apply-layernorm-1p`), None if nothing states it."""
     if "args" not in opened.catalog.extras:
         return None
     from ckpt_tool.systems.megatron.args import arguments
@@ -74,7 +79,10 @@ def centred_norms(opened: Opened) -> bool | None:
 
 
 def _merge(config: Mapping[str, Any], args: Mapping[str, Any]) -> ModelConfig:
-    """config.json with what Megatron's arguments say otherwise, of the language model where it is a part."""
+    """Return config.json, changed where Megatron's arguments differ.
+
+    In the config of a larger model only the part of the language model is compared and changed.
+    """
     from ckpt_tool.families.config.translation import (
         differing,
         from_megatron,

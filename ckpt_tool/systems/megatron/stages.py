@@ -1,8 +1,9 @@
-"""Which layers stand on which pipeline stage: even, uneven and interleaved splits of Megatron, both ways.
+"""The layers of each pipeline stage: Megatron's even, uneven and interleaved splits, from arguments and back to them.
 
 The one idea: whatever rule made the split, the layers run through the chunks in one order: chunk 0 of every stage, then
 chunk 1 of every stage, and so on (a chunk is a stage's share of a virtual pipeline; without one there is one a stage).
-So the numbers of layers in that order say all, and a layer's local number is its global one less those before.
+So the numbers of layers in that order determine the split, and a layer's local number is its global number minus the
+number of layers in earlier chunks.
 
     8 layers, 2 stages, 2 chunks each:  stage 0: [0 1] [4 5]    stage 1: [2 3] [6 7]
     4 layers, 3 stages, decoder_first_pipeline_num_layers 2:    [0 1] [2] [3]
@@ -14,7 +15,7 @@ Rules, the first that applies (core 0.16.1 `get_num_layers_to_build`, `get_trans
 `PipelineParallelLayerLayout`): hybrid_layer_pattern with `|`; pipeline_model_parallel_layout;
 decoder_first/last_pipeline_num_layers, the rest spread evenly over the stages between;
 account_for_embedding/loss_in_pipeline_split, which count as a layer each; even.
-MTP layers stand on the last chunk, or where the layout says `m`; that chunk has a copy of the embedding as well.
+MTP layers are on the last chunk, or on the chunk with `m` in the layout; it has a copy of the embedding as well.
 
 Sources (NVIDIA/Megatron-LM, core 0.16.1): `core/transformer/transformer_block.py`, `transformer_layer.py`,
 `pipeline_parallel_layer_layout.py`, `multi_token_prediction.py`; 0.19.2 `models/hybrid/hybrid_layer_allocation.py`.
@@ -39,13 +40,13 @@ _LAYOUT_LIMIT = 1 << 20  # characters of an unrolled layout
 class Stage(NamedTuple):
     """One chunk of one stage."""
 
-    pp: int
-    vpp: int
+    pp: int  # the pipeline stage
+    vpp: int  # the chunk's number on that stage
     first: int  # global number of its first layer
-    layers: int  # how many
-    embedding: bool
-    head: bool
-    mtp: int = 0
+    layers: int  # how many decoder layers it has
+    embedding: bool  # it is the first chunk
+    head: bool  # it is the last chunk
+    mtp: int = 0  # how many MTP layers it has
 
 
 class Stages(NamedTuple):
@@ -56,10 +57,11 @@ class Stages(NamedTuple):
     chunks: tuple[Stage, ...]
 
     def of(self, pp: int, vpp: int) -> Stage:
+        """Return chunk `vpp` of stage `pp`."""
         return self.chunks[vpp * self.pp + pp]
 
     def holding(self, layer: int) -> Stage | None:
-        """The chunk that holds decoder layer number `layer`; None beyond the last."""
+        """Return the chunk that has decoder layer number `layer`, None beyond the last layer."""
         return next((c for c in self.chunks if c.first <= layer < c.first + c.layers), None)
 
     @property
@@ -74,8 +76,15 @@ class Stages(NamedTuple):
 
 
 def from_counts(counts: Sequence[int], pp: int, vpp: int = 1, *, mtp: int = 0, mtp_at: int | None = None) -> Stages:
-    """Stages with these numbers of layers, chunk-major (`counts[vpp * PP + pp]`). mtp: MTP layers, on chunk `mtp_at`
-    (position in the same order), by default the last."""
+    """Return the stages with these numbers of layers.
+
+    Args:
+        counts: layers of each chunk, chunk-major (`counts[vpp * PP + pp]`).
+        pp: number of stages.
+        vpp: chunks of each stage.
+        mtp: number of MTP layers.
+        mtp_at: the chunk that has them (position in `counts`), by default the last.
+    """
     chunks = []
     first = 0
     last = len(counts) - 1
@@ -87,7 +96,7 @@ def from_counts(counts: Sequence[int], pp: int, vpp: int = 1, *, mtp: int = 0, m
 
 
 def parse_layout(text: str) -> list[str] | None:
-    """A layout string as one text of `E t m L` a chunk, multiplications unrolled; None when it is none.
+    """Return a layout string as one text of `E t m L` for each chunk, multiplications unrolled; None if it is invalid.
 
     >>> parse_layout("Et*2|(t|)*2,mL")
     ['Ett', 't', 't', 'mL']
@@ -103,7 +112,7 @@ def parse_layout(text: str) -> list[str] | None:
 
 
 def from_layout(text: str, pp: int) -> Stages | None:
-    """The stages of a layout string; None when the string is none or its chunks do not divide by `pp` stages."""
+    """Return the stages of a layout string, None if it is invalid or its chunks do not divide by `pp` stages."""
     chunks = parse_layout(text)
     if chunks is None or pp < 1 or len(chunks) % pp:
         return None
@@ -147,7 +156,10 @@ def from_args(args: Mapping[str, Any], pp: int, vpp: int, layers: int, *, mtp: i
 
 
 def _pattern(args: Mapping[str, Any]) -> tuple[str, str, str] | None:
-    """(argument, a letter for each layer with `|` between stages, what follows for MTP) of a hybrid model."""
+    """Return the pattern of a hybrid model, None for other models.
+
+    (name of the argument, a letter for each layer with `|` between stages, the rest with the MTP layers)
+    """
     for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
         text = args.get(name)
         if isinstance(text, str) and text:
@@ -182,8 +194,10 @@ def _even(layers: int, pp: int, vpp: int, embedding: bool, loss: bool) -> list[i
 
 
 def from_wish(split: Sequence[int], pp: int, vpp: int, layers: int, *, mtp: int = 0) -> Stages:
-    """The stages of `--pp-split`: layers a stage, or layers a chunk in the order in which layers run. Raises UsageError
-    E0272."""
+    """Return the stages of `--pp-split`: layers of each stage, or of each chunk in the order in which layers run.
+
+    Raises UsageError E0272.
+    """
     counts: list[int] | None = None
     if len(split) == pp * vpp:
         counts = list(split)
@@ -202,8 +216,11 @@ def from_wish(split: Sequence[int], pp: int, vpp: int, layers: int, *, mtp: int 
 def chosen_stages(
     wish: Sequence[int], args: Mapping[str, Any], pp: int, vpp: int, layers: int, *, mtp: int = 0
 ) -> Stages:
-    """The stages of a new checkpoint: by `--pp-split`, else as Megatron splits with these arguments, else evenly.
-    Raises UsageError E0272."""
+    """Return the stages of a new checkpoint: by `--pp-split`, else as Megatron splits with these arguments, else
+    evenly.
+
+    Raises UsageError E0272.
+    """
     if wish:
         return from_wish(wish, pp, vpp, layers, mtp=mtp)
     made = from_args(args, pp, vpp, layers, mtp=mtp) or from_args({}, pp, vpp, layers, mtp=mtp)
@@ -220,21 +237,24 @@ def chosen_stages(
 
 
 def even_degrees(layers: int, vpp: int = 1) -> list[int]:
-    """The pipeline degrees that divide `layers` evenly with `vpp` chunks a stage."""
+    """Return the pipeline degrees that divide `layers` evenly with `vpp` chunks a stage."""
     return [n for n in divisors(layers) if layers % (n * vpp) == 0]
 
 
 def nearest(wanted: int, valid: Sequence[int]) -> str:
-    """The valid degrees nearest to the wanted one, at most four, as text."""
+    """Return the valid degrees nearest to the wanted one, at most two below and two above, as text for a hint."""
     below = [n for n in valid if n < wanted][-2:]
     above = [n for n in valid if n > wanted][:2]
     return ", ".join(map(str, [*below, *above])) or "none"
 
 
 def args_of(stages: Stages, args: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """The arguments that make Megatron split this way: what was even stays plain, one uneven end becomes
-    decoder_first/last_pipeline_num_layers, all else a layout string. args: of the source; a hybrid model's pattern gets
-    its `|` where the stages part."""
+    """Return the arguments that make Megatron split this way.
+
+    The simplest form that expresses the split is chosen, because older versions know only the simpler ones: none for an
+    even split, decoder_first/last_pipeline_num_layers for uneven ends, else a layout string. A hybrid model's pattern
+    in `args` (the source's arguments) gets a `|` between stages instead.
+    """
     plain: dict[str, Any] = {
         "decoder_first_pipeline_num_layers": None,
         "decoder_last_pipeline_num_layers": None,
