@@ -28,7 +28,7 @@ def can_resume(tensors: Iterable[WantedTensor]) -> bool:
 
 
 def note_of_missing(why: str) -> str:
-    """Return the note for an output without RNG states: Megatron fails to load them unless it is told not to look."""
+    """Return the note for an output without RNG states; Megatron looks for them unless started with --no-load-rng."""
     return f"RNG states are not written: {why}; start Megatron with --no-load-rng, it draws new ones"
 
 

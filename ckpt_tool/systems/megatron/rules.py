@@ -72,17 +72,17 @@ class MegatronRule(NamedTuple):
     dim: int | None  # the dim that ranks share, None: each keeps a copy
     parts: tuple[int, ...] = (1,)  # the proportions of the sections along `dim`, each cut on its own
     axis: str = TP  # whose ranks: `tp` or `etp`
-    known: bool = True  # False for a name that no rule knows: a copy each is then only right for one rank
-    lacks: str = ""  # what has to be known for a rule
+    known: bool = True  # False for a name that no rule knows: then the tensor is only right on a single rank
+    lacks: str = ""  # the facts without which no rule can be made
 
     def sections(self, extent: int) -> tuple[int, ...]:
-        """The lengths of the parts along a `dim` of `extent` elements; () when they do not divide evenly."""
+        """Return the lengths of the parts along a `dim` of `extent` elements, () if they do not divide evenly."""
         unit, rest = divmod(extent, sum(self.parts))
         return () if rest else tuple(unit * part for part in self.parts)
 
 
 class RankPiece(NamedTuple):
-    """`box` of the whole tensor is `within` of a rank's."""
+    """A part of a tensor that a rank has: box `box` of the whole tensor is box `within` of the rank's tensor."""
 
     box: Box
     within: Box
@@ -102,6 +102,7 @@ _COPIES = frozenset(
     "lm_head_bias out_norm fc1_latent_proj fc2_latent_proj per_layer_input_gate per_layer_projection "
     "f_a_proj g_a_proj q_a_proj kv_a_proj_with_mqa self_attention_res_proj mlp_res_proj output_attn_res_proj".split()
 )
+# Modules whose rows or columns belong to attention heads, so that ranks must divide the heads.
 _BY_HEAD = frozenset(
     "linear_proj linear_q_proj linear_q_up_proj linear_kv_up_proj linear_q q_layernorm q_b_proj kv_b_proj".split()
 )
@@ -127,14 +128,14 @@ VOCABULARY = frozenset({"embedding.word_embeddings.weight", "output_layer.weight
 MAMBA = "mamba"
 DELTA = "gated delta net"
 KIMI = "kimi delta attention"
-_PROJECTIONS = ("in_proj_qkvz", "in_proj_ba")  # mcore-bridge's, by key head
-_NEEDED_ARGUMENTS = {  # what the arguments have to say where a module's other tensors are not there
+_PROJECTIONS = ("in_proj_qkvz", "in_proj_ba")  # mcore-bridge's, whose rows are ordered by key head
+_NEEDED_ARGUMENTS = {  # the arguments that are needed if a module's other tensors are missing
     MAMBA: "mamba_num_heads, mamba_head_dim, mamba_num_groups and mamba_state_dim",
     DELTA: "linear_num_key_heads, linear_key_head_dim, linear_num_value_heads and linear_value_head_dim",
 }
 
 
-SECTIONS = {  # what torch_dist calls the parts of such a tensor, each under a key of its own
+SECTIONS = {  # the suffixes of the keys under which torch_dist stores the sections of a recurrent module's tensor
     f"{MAMBA}.in_proj": ("z", "x", "B", "C", "dt"),
     f"{MAMBA}.conv1d": ("x", "B", "C"),
     f"{DELTA}.in_proj": ("query", "key", "value", "z", "beta", "alpha"),
@@ -145,14 +146,14 @@ SECTIONS = {  # what torch_dist calls the parts of such a tensor, each under a k
 
 
 def section_names(name: str) -> tuple[str, ...]:
-    """The names of the sections of a recurrent module's projection or convolution; () for any other name."""
+    """Return the names of the sections of a recurrent module's projection or convolution, () for any other name."""
     words = name.split(".")
     kind = "" if is_tower(name) else _recurrent_kind(words)
     return SECTIONS.get(f"{kind}.{_sectioned_part(words)}", ()) if kind else ()
 
 
 def _sectioned_part(words: Sequence[str]) -> str:
-    """`in_proj` or `conv1d` for a tensor with sections, else nothing."""
+    """Return `in_proj` or `conv1d` for a tensor with sections, else ""."""
     leaf = words[-1]
     module = words[-2]
     if leaf.endswith(BY_HEAD):
@@ -163,7 +164,7 @@ def _sectioned_part(words: Sequence[str]) -> str:
 
 
 def is_vocabulary(name: str) -> bool:
-    """Does the tensor have a row for each token?"""
+    """Return whether the tensor has a row for each token of the vocabulary."""
     return stem(name) in VOCABULARY
 
 
@@ -176,13 +177,13 @@ def rule_of(
     sections: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     spanning: bool | None = False,
 ) -> MegatronRule:
-    """The rule of a logical name.
+    """Return the rule of a logical name.
 
     Args:
         name: of the tensor.
         rank: its number of dims (1 for biases).
-        gated: does fc1 hold gate and up?
-        down_shared: are MLA's down projections cut (the local spec)?
+        gated: whether fc1 holds gate and up.
+        down_shared: whether MLA's down projections are cut (the local spec).
         sections: of `sections_of`.
         spanning: of `norms_span`.
     """
@@ -232,9 +233,16 @@ def rule_of(
 
 
 def _adapter_rule(base: MegatronRule, part: str, *, apart: bool) -> MegatronRule:
-    """The rule of a part of a LoRA on a weight that has the rule `base`. megatron-bridge 0.6.2 `peft/utils.py`
-    (`ParallelLinearAdapter`): A is cut as the inputs are, else its rank is; B always by outputs. apart: is it the LoRA
-    of one of several projections that the weight fuses?"""
+    """Return the rule of a part of a LoRA on a weight that has the rule `base`.
+
+    A is cut like the weight's inputs, or along its rank if the inputs are not cut; B is always cut along its outputs.
+    Source: megatron-bridge 0.6.2 `peft/utils.py` (`ParallelLinearAdapter`).
+
+    Args:
+        base: the weight's rule.
+        part: which part of the adapter, as named at the end of its name.
+        apart: whether the LoRA is on one of several projections that the weight fuses.
+    """
     if part in ("linear_in.weight", "lora_A"):
         return MegatronRule(1 if base.dim == 1 else 0, axis=base.axis)
     outputs_are_cut = base.dim == 0
@@ -244,8 +252,10 @@ def _adapter_rule(base: MegatronRule, part: str, *, apart: bool) -> MegatronRule
 
 
 def _recurrent_kind(words: Sequence[str]) -> str:
-    """`mamba`, `gated delta net` or, where hyper-connections wrap the layer (GLM-5.3), `kimi delta attention` of a name
-    inside such a module, else nothing."""
+    """Return the kind of recurrent module that the name is in: `MAMBA`, `DELTA`, `KIMI`, or "" if it is in none.
+
+    Kimi's delta attention has the names of a gated delta net, but hyper-connections wrap its layer (GLM-5.3).
+    """
     if any(word in _MIXER for word in words):
         return MAMBA
     words_inside = words[words.index("self_attention") + 1 :] if "self_attention" in words else ()
@@ -280,8 +290,11 @@ def _recurrent_rule(
 
 
 def _tower_rule(name: str, words: Sequence[str], rank: int, sections: Mapping[str, tuple[int, ...]]) -> MegatronRule:
-    """The rule of a tensor outside the language model. Towers that transformers' own modules make are copies; those of
-    Megatron's modules are cut like a language model's layers."""
+    """Return the rule of a tensor outside the language model.
+
+    Towers built from transformers' modules are copied on every rank; those built from Megatron's modules are cut like a
+    language model's layers.
+    """
     words = words[1:] if words[0] in ("thinker", "llava_model") else words
     root = words[0]
     submodule = words[1] if len(words) > 2 else ""
@@ -303,13 +316,14 @@ def _tower_rule(name: str, words: Sequence[str], rank: int, sections: Mapping[st
 
 
 def gated(shapes: Mapping[str, tuple[int, ...]], facts: MegatronFacts) -> bool:
-    """Does the language model's fc1 hold gate and up? By its size compared with fc2's, else as the arguments say."""
+    """Return whether the language model's fc1 holds gate and up: by its size relative to fc2's, else by the
+    arguments."""
     by_size = _find_gated(shapes, "")
     return bool(facts.gated) if by_size is None else by_size
 
 
 def _find_gated(shapes: Mapping[str, tuple[int, ...]], tower: str) -> bool | None:
-    """Does fc1 of a tower, or of the language model (""), hold gate and up? None where no size shows it."""
+    """Return whether fc1 of a tower, or of the language model (""), holds gate and up; None if no size shows it."""
     for name, shape in shapes.items():
         if not name.endswith("linear_fc1.weight") or len(shape) != 2 or not _is_in_tower(name, tower):
             continue
@@ -324,11 +338,12 @@ def _is_in_tower(name: str, tower: str) -> bool:
 
 
 def sections_of(shapes: Mapping[str, tuple[int, ...]], facts: MegatronFacts) -> dict[str, tuple[int, ...]]:
-    """The proportions of the sections in the projections and convolutions of recurrent modules, and in a tower's gated
-    fc1: by the shapes of one rank or of the whole model, else by the arguments; none where layers differ.
+    """Return the proportions of the sections in recurrent modules' projections and convolutions and in towers' gated
+    fc1.
 
-    The keys `BY_HEAD`, `KIMI` and the modules that mcore-bridge alone cuts are there where names show that the model
-    is mcore-bridge's.
+    They follow from the shapes of one rank or of the whole model, else from the arguments; a kind of module whose
+    layers differ gets no entry. The keys `BY_HEAD`, `KIMI` and the modules that only mcore-bridge cuts are present if
+    names show that the model is mcore-bridge's.
     """
     measured: dict[str, set[tuple[int, ...]]] = {MAMBA: set(), DELTA: set()}
     for name in shapes:
@@ -369,8 +384,10 @@ def sections_of(shapes: Mapping[str, tuple[int, ...]], facts: MegatronFacts) -> 
 
 
 def _measure_sections(kind: str, front: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int, int] | None:
-    """Of Mamba (inner, group, heads), of a gated delta net (keys, values, value heads), in rows, as the module's
-    tensors show them; None where one is missing or they contradict each other."""
+    """Return the rows of a module's sections: Mamba (inner, group, heads), gated delta net (keys, values, value heads).
+
+    None if a tensor that shows them is missing, or if the tensors contradict each other. front: the module's prefix.
+    """
     rows = _extent(shapes, [f"{front}in_proj.weight"])
     width = _extent(shapes, [f"{front}out_proj.weight"], dim=1)
     heads = _extent(shapes, [f"{front}A_log", f"{front}dt_bias"])
@@ -391,7 +408,8 @@ def _measure_sections(kind: str, front: str, shapes: Mapping[str, tuple[int, ...
 
 
 def _extent(shapes: Mapping[str, tuple[int, ...]], names: Iterable[str], dim: int = 0) -> int | None:
-    """The extent along `dim` of the first of these tensors that is there, None where it has no such dim."""
+    """Return the extent along `dim` of the first of these tensors that exists; None if none does, or it lacks the
+    dim."""
     for name in names:
         if name in shapes:
             return shapes[name][dim] if len(shapes[name]) > dim else None
@@ -399,10 +417,10 @@ def _extent(shapes: Mapping[str, tuple[int, ...]], names: Iterable[str], dim: in
 
 
 def norms_span(shapes: Mapping[str, tuple[int, ...]], facts: MegatronFacts, degree: int) -> bool | None:
-    """Do q and k norms span all heads, so that ranks share them? None where nothing says how many heads there are.
+    """Return whether q and k norms span all heads, so that ranks share them; None if the number of heads is unknown.
 
-    Bridge's minimax_m2 cuts such norms with the heads; its olmoe, which has as many keys as queries, has them whole on
-    every rank. A rank of one head does not show it: then they are core's, of one head's length.
+    Bridge's minimax_m2 cuts such norms with the heads; its olmoe, which has as many keys as queries, copies them to
+    every rank. A rank with one head does not show the difference: then they count as core's, of one head's length.
 
     Args:
         shapes: of one rank of `degree`, or of the whole model (1).
@@ -426,22 +444,24 @@ def norms_span(shapes: Mapping[str, tuple[int, ...]], facts: MegatronFacts, degr
 
 
 def global_shape(rule: MegatronRule, local: Sequence[int], size: int) -> tuple[int, ...]:
-    """The whole tensor's shape from a rank's, of `size` ranks."""
+    """Return the whole tensor's shape from the shape on one of `size` ranks."""
     if rule.dim is None or rule.dim >= len(local):
         return tuple(local)
     return tuple(n * size if dim == rule.dim else n for dim, n in enumerate(local))
 
 
 def local_shape(rule: MegatronRule, shape: Sequence[int], size: int) -> tuple[int, ...]:
-    """A rank's shape from the whole tensor's; the dim must divide (`check_degrees`)."""
+    """Return a rank's shape from the whole tensor's; `size` must divide the shared dim (`check_degree`)."""
     if rule.dim is None or rule.dim >= len(shape):
         return tuple(shape)
     return tuple(n // size if dim == rule.dim else n for dim, n in enumerate(shape))
 
 
 def pieces(rule: MegatronRule, shape: Sequence[int], rank: int, size: int, *, apart: bool = False) -> list[RankPiece]:
-    """What rank `rank` of `size` keeps of a tensor of `shape` (whole), in the order of its own rows. apart: is each
-    section a piece of its own even where one rank has all?"""
+    """Return the pieces of a tensor of `shape` (the whole one) that rank `rank` of `size` has, in its own order.
+
+    apart: whether each section is a piece of its own even if one rank has them all.
+    """
     if rule.dim is None or rule.dim >= len(shape) or (size == 1 and not apart):
         return [RankPiece(whole(shape), whole(shape))]
     dim = rule.dim
@@ -466,7 +486,7 @@ def pieces(rule: MegatronRule, shape: Sequence[int], rank: int, size: int, *, ap
 
 
 class DivisibleUnits(NamedTuple):
-    """What a degree must divide: `amount` of `what` (of tensor `name`)."""
+    """A number that a degree must divide: `amount` units, described by `what`, in tensor `name`."""
 
     amount: int
     what: str
@@ -475,14 +495,17 @@ class DivisibleUnits(NamedTuple):
     rows: int = 0
 
     def can_be_shared(self, degree: int) -> bool:
-        """Can `degree` ranks share them?"""
+        """Return whether `degree` ranks can share the units."""
         if self.amount % degree == 0:
             return True
         return self.rows > 0 and degree % self.amount == 0 and self.rows % degree == 0
 
 
 def units_of(name: str, rule: MegatronRule, shape: Sequence[int], facts: MegatronFacts) -> DivisibleUnits | None:
-    """What the axis of `rule` must divide for this tensor; None where any degree will do (vocabularies are padded)."""
+    """Return the units of a tensor that the degree of `rule.axis` must divide; None if any degree works.
+
+    Any degree works for vocabularies, because they are padded, and for tensors that every rank has whole.
+    """
     if rule.dim is None or rule.dim >= len(shape) or is_vocabulary(name):
         return None
     words = name.split(".")
@@ -530,8 +553,10 @@ def _can_share(units: Iterable[DivisibleUnits], degree: int) -> bool:
 
 
 def check_degree(flag: str, degree: int, units: Iterable[DivisibleUnits]) -> list[str]:
-    """Notes on a degree that works. Raises UsageError E0273, with the nearest valid degrees, where `degree` ranks can't
-    share everything that they must."""
+    """Return notes on a valid degree.
+
+    Raises UsageError E0273, with the nearest valid degrees, if `degree` ranks can't share all `units`.
+    """
     all_units = list(units)
     indivisible = next((unit for unit in all_units if not unit.can_be_shared(degree)), None)
     if indivisible is None:

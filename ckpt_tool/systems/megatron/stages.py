@@ -251,9 +251,9 @@ def nearest(wanted: int, valid: Sequence[int]) -> str:
 def args_of(stages: Stages, args: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """Return the arguments that make Megatron split this way.
 
-    The simplest form that expresses the split is chosen, because older versions know only the simpler ones: none for an
-    even split, decoder_first/last_pipeline_num_layers for uneven ends, else a layout string. A hybrid model's pattern
-    in `args` (the source's arguments) gets a `|` between stages instead.
+    The simplest form that expresses the split is chosen: no argument for an even split,
+    decoder_first/last_pipeline_num_layers for uneven ends, else a layout string. A hybrid model's pattern in `args`
+    (the source's arguments) gets a `|` between stages instead.
     """
     plain: dict[str, Any] = {
         "decoder_first_pipeline_num_layers": None,

@@ -1,9 +1,8 @@
-"""Megatron-Core's names: what a rank calls a tensor, what it is called in the whole model, and in which order it
-stands.
+"""Megatron-Core's tensor names: a rank's name, the name in the whole model, and the order in which a model registers
+them.
 
-The one idea: a rank's name is the logical name with three things put in the rank's terms: the layer's number counts
-from the chunk's first layer, the expert's from the rank's first expert, and a norm may be stored under the linear that
-fuses it.
+The one idea: a rank's name is the logical name with three differences: the layer's number counts from the chunk's first
+layer, the expert's number from the rank's first expert, and a norm may be stored under the linear that fuses it.
 
     stage 1 of 2 (layers 4..7), expert rank 1 (experts 2, 3)
     decoder.layers.1.mlp.experts.local_experts.0.linear_fc1.weight      <- the rank's
@@ -16,8 +15,8 @@ Containers of experts, all one logical tensor an expert:
 Norms: the local spec's names are the logical ones; Transformer Engine fuses them into the linear that follows. Mamba's
 convolution is `mixer.conv1d_weight`, as core 0.19 has it (`mixer.conv1d.weight` before, and in torch_dist).
 
-A model that sees has its language model under `language_model.` (Bridge's qwen_omni and nemotron_vl: below a word in
-front of it); all of the above holds there. What stands beside it is a tower: its names are no layers of the pipeline.
+A multimodal model has its language model under `language_model.` (Bridge's qwen_omni and nemotron_vl put a word before
+it); all of the above holds there. A module next to the language model is a tower: its layers are not pipelined.
 
 Order: the flat buffers of the distributed optimizer hold no names, so the order in which modules register their
 parameters is part of the format. `registration_order` gives it from names alone.
@@ -45,20 +44,21 @@ CONTAINERS = SEQUENTIAL, TE_GROUPED, GROUPED = "sequential", "te_grouped", "grou
 TIED_HEAD = "output_layer.weight"
 EMBEDDING = "embedding.word_embeddings.weight"
 
-ROOT = r"(?:(?:thinker\.|llava_model\.)?language_model\.)?"  # of the language model's names
+ROOT = r"(?:(?:thinker\.|llava_model\.)?language_model\.)?"  # prefix of the language model's names
 _ROOT = re.compile(ROOT)
 _TOWER = re.compile(
     r"(?:thinker\.|llava_model\.)?(?:(vision_model|vision_projection)|vision_tower|visual|multi_modal_projector|"
     r"audio_model|audio_tower|audio_projection|sound_model|sound_projection|embed_vision|embed_audio|mm_projector|"
     r"patch_merge_mlp|resampler_model|image_insert_embedding|lightning_indexers|talker|code2wav|token2wav)\."
 )
-STACK = r"(?:[a-z_]+\.){0,2}(?:decoder|encoder)\.(?:layers|deepstack_merger_list)"  # of modules that may share a key
+# Prefix of the names of repeated modules; torch_dist may store all modules of such a stack under one key.
+STACK = r"(?:[a-z_]+\.){0,2}(?:decoder|encoder)\.(?:layers|deepstack_merger_list)"
 _LAYER = re.compile(rf"({ROOT}(?:decoder|encoder)\.layers\.)(\d{{1,9}})(\..+)", re.DOTALL)
 _LOCAL_EXPERT = re.compile(r"(.*\.experts\.local_experts\.)(\d{1,9})(\..+)", re.DOTALL)
 _TE_EXPERT = re.compile(r"(.*\.experts\.)(linear_fc[12])\.(weight|bias)(\d{1,9})", re.DOTALL)
 _GROUPED = re.compile(r"(.*\.experts)\.weight([12])", re.DOTALL)
 _MTP = re.compile(rf"({ROOT}mtp\.layers\.)(\d{{1,9}})\.", re.DOTALL)
-BY_HEAD = "_by_head"  # at the end of a name: rows lie by key head, as mcore-bridge has them, not in core's sections
+BY_HEAD = "_by_head"  # suffix of our names: rows are ordered by key head, as in mcore-bridge, not in core's sections
 _BY_HEAD = re.compile(r".*\.self_attention\.(?:in_proj|conv1d)\.(?:weight|bias)", re.DOTALL)
 _CONVOLUTION = re.compile(r"(.*\.(?:mixer|mamba_mixer)\.conv1d)([._])(weight|bias)", re.DOTALL)
 
@@ -86,12 +86,12 @@ DEEPSEEK_V4 = "self_attention.linear_kv_proj"  # of its attention: one key and v
 # Linears of an attention that takes what is normed, so that no norm of it is fused
 NORMED_BEFORE = ("self_attention.core_attention.indexer.linear_wq_b", DEEPSEEK_V4)
 RESIDUAL = "mlp_res_norm"  # of a layer with attention residuals
-# Layers of Megatron-Bridge's Gemma 4, by what they have beside core's: without experts its own modules, where no norm
-# is fused, with experts Transformer Engine's. ms-swift's have neither norm
+# Layers of Megatron-Bridge's Gemma 4, by tensors that core's layers lack: layers without experts are its own modules,
+# where no norm is fused, layers with experts are Transformer Engine's. ms-swift's layers have neither norm.
 GEMMA4 = "layer_scalar"
 GEMMA4_DENSE = "post_self_attn_layernorm.weight"
 GEMMA4_SPARSE = "post_ffn_layernorm.weight"
-# Leaves that are buffers: in the model's state, in no optimizer.
+# Last words of buffers: they are in the model's state, but no optimizer has states of them.
 BUFFERS = frozenset(
     "expert_bias tid2eid local_tokens_per_expert global_tokens_per_expert inv_freq layer_multipliers "
     "ngram_heads_vocab_sizes ngram_heads_offsets".split()
@@ -106,16 +106,17 @@ class ExpertName(NamedTuple):
     rest: str
 
     def logical(self) -> str:
+        """Return the name in the sequential container, which is the logical one."""
         return f"{self.front}local_experts.{self.expert}.{self.rest}"
 
 
 def is_buffer(name: str) -> bool:
-    """Is it no parameter, so that no optimizer has a state of it?"""
+    """Return whether the tensor is a buffer, of which no optimizer has a state."""
     return name.rpartition(".")[2] in BUFFERS
 
 
 def gemma4_layer(every: Iterable[str]) -> str:
-    """`GEMMA4_DENSE` or `GEMMA4_SPARSE` where the layers are those of Megatron-Bridge's Gemma 4, "" elsewhere.
+    """Return `GEMMA4_DENSE` or `GEMMA4_SPARSE` if the names are of Megatron-Bridge's Gemma 4, "" otherwise.
 
     >>> gemma4_layer(["decoder.layers.0.layer_scalar", "decoder.layers.0.post_ffn_layernorm.weight"])
     'post_ffn_layernorm.weight'
@@ -125,7 +126,7 @@ def gemma4_layer(every: Iterable[str]) -> str:
 
 
 def root_of(name: str) -> str:
-    """What stands before the language model's own names: `language_model.`, or nothing.
+    """Return the prefix before the language model's own name: `language_model.`, or "".
 
     >>> root_of("language_model.decoder.layers.3.mlp.router.weight"), root_of("output_layer.weight")
     ('language_model.', '')
@@ -135,12 +136,12 @@ def root_of(name: str) -> str:
 
 
 def stem(name: str) -> str:
-    """The name without what stands before the language model's own."""
+    """Return the name without the prefix that a multimodal model puts before it."""
     return name[len(root_of(name)) :]
 
 
 def is_tower(name: str) -> bool:
-    """Does the name belong to what stands beside a language model: a tower, a projector?"""
+    """Return whether the name belongs to a module next to the language model: a vision or audio tower, a projector."""
     return _TOWER.match(name) is not None
 
 
@@ -177,7 +178,7 @@ def mtp_inner(name: str, inner: str) -> str:
 
 
 def by_head(name: str) -> str:
-    """The name marked as one whose rows lie by key head, where it is a gated delta net's projection or convolution.
+    """Return the name with the mark for rows by key head if it is a gated delta net's projection or convolution.
 
     >>> by_head("decoder.layers.0.self_attention.conv1d.weight"), by_head("decoder.layers.0.self_attention.dt_bias")
     ('decoder.layers.0.self_attention.conv1d.weight_by_head', 'decoder.layers.0.self_attention.dt_bias')
@@ -186,31 +187,32 @@ def by_head(name: str) -> str:
 
 
 def convolution(name: str, separator: str) -> str:
-    """The name with Mamba's convolution as a module (`conv1d.weight`) or as parameters of the mixer's own
-    (`conv1d_weight`)."""
+    """Return the name with Mamba's convolution as a module (`.`: `conv1d.weight`) or as parameters of the mixer (`_`:
+    `conv1d_weight`)."""
     found = _CONVOLUTION.fullmatch(name) if ".conv1d" in name else None
     return f"{found[1]}{separator}{found[3]}" if found else name
 
 
 def is_fused_norm(name: str) -> bool:
-    """Is it Transformer Engine's spelling of a norm?"""
+    """Return whether the name is Transformer Engine's name of a fused norm."""
     return ".layer_norm_" in name and canonical(name) != name
 
 
 class NormPlace(NamedTuple):
-    """Where a norm may be stored."""
+    """Both names of a norm: `front + plain + rest` is the logical one, `front + fused + rest` Transformer Engine's."""
 
-    # front, rest: around them
     front: str
-    # fused, plain: of `NORM_ALIASES`
-    fused: str
+    fused: str  # of `NORM_ALIASES`, like `plain`
     plain: str
     rest: str
-    there: bool  # has the layer the linear that would hold it?
+    there: bool  # the layer has the linear that would fuse the norm
 
 
 def norm_place(name: str, every: Container[str]) -> NormPlace | None:
-    """The place of a norm by its logical name; None for what is none that is ever fused. every: logical names."""
+    """Return both names of a norm, from its logical name; None for a tensor that is never fused.
+
+    every: all logical names of the model.
+    """
     found = None
     if ".inner_layer." in name:  # wrapped in hyper-connections
         return None
@@ -228,9 +230,11 @@ def norm_place(name: str, every: Container[str]) -> NormPlace | None:
 
 
 def fused_norm(name: str, every: Container[str]) -> str:
-    """Transformer Engine's spelling of a logical name: norms go into the linear that follows. every: logical names, by
-    which a layer with latent attention or with experts keeps the norms that no linear of its own follows; nor are those
-    of an attention with an indexer fused, which takes what is normed."""
+    """Return Transformer Engine's name of a tensor: a norm is fused into the linear that follows.
+
+    A norm keeps its own name if the layer has no such linear (latent attention, experts), and so do the norms of an
+    attention whose indexer reads the normed values. every: all logical names of the model.
+    """
     place = norm_place(name, every)
     if place is None or not place.there:
         return name
@@ -241,7 +245,7 @@ def fused_norm(name: str, every: Container[str]) -> str:
 
 
 def layer_of(name: str) -> tuple[str, int] | None:
-    """(`decoder.layers.`, number) of a name inside a pipelined layer; None outside (MTP layers are not pipelined).
+    """Return (`decoder.layers.`, number) of a name in a pipelined layer; None otherwise (MTP layers are not pipelined).
 
     >>> layer_of("decoder.layers.7.mlp.linear_fc1.weight")
     ('decoder.layers.', 7)
@@ -251,13 +255,13 @@ def layer_of(name: str) -> tuple[str, int] | None:
 
 
 def shift_layer(name: str, by: int) -> str:
-    """The name with its layer's number moved by `by`."""
+    """Return the name with `by` added to its layer's number."""
     found = _LAYER.fullmatch(name) if by else None
     return f"{found[1]}{int(found[2]) + by}{found[3]}" if found else name
 
 
 def expert_of(name: str) -> ExpertName | None:
-    """The expert that a name of the sequential or the TE-grouped container belongs to; None for anything else.
+    """Return the parts of an expert's name in the sequential or the TE-grouped container, None for anything else.
 
     >>> expert_of("decoder.layers.1.mlp.experts.linear_fc1.weight3").logical()
     'decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight'
@@ -270,13 +274,13 @@ def expert_of(name: str) -> ExpertName | None:
 
 
 def grouped_of(name: str) -> tuple[str, int] | None:
-    """(front up to `.experts.`, 1 or 2) of GroupedMLP's `weight1`, `weight2`; None for anything else."""
+    """Return (front up to `.experts.`, 1 or 2) for GroupedMLP's `weight1` and `weight2`, None for anything else."""
     found = _GROUPED.fullmatch(name)
     return (f"{found[1]}.", int(found[2])) if found else None
 
 
 def container_of(name: str) -> str | None:
-    """Which container of experts the name shows; None for names outside experts."""
+    """Return the container of experts that the name shows, None for names outside experts."""
     if ".experts." not in name:
         return None
     if _LOCAL_EXPERT.fullmatch(name):
@@ -287,7 +291,7 @@ def container_of(name: str) -> str | None:
 
 
 def in_container(name: ExpertName, container: str) -> str:
-    """The name in the sequential or the TE-grouped container. `name.expert`: the rank's own number."""
+    """Return the name in the sequential or the TE-grouped container. `name.expert` is the rank's own number."""
     if container == TE_GROUPED:
         module, _, leaf = name.rest.rpartition(".")
         return f"{name.front}{module}.{leaf}{name.expert}"
@@ -296,6 +300,7 @@ def in_container(name: ExpertName, container: str) -> str:
 
 # -- order ------------------------------------------------------------------------------------------------------------
 
+# Modules in the order in which Megatron's classes register them (see Sources); a word has one place for all classes.
 _FIRST = (
     "embedding word_embeddings position_embeddings tokentype_embeddings encoder decoder layers "
     # embeddings of n-grams; a layer of Mamba, whose norm stands behind it and its own before out_proj; a gated delta
@@ -327,7 +332,7 @@ _FIRST = (
     "embed_tokens_per_layer per_layer_model_projection per_layer_projection_norm mtp output_layer"
 ).split()
 _RANK = {word: i for i, word in enumerate(_FIRST)}
-# such words only in layers: the hub's models have them too
+# These words have a rank only inside layers: models of the hub have them elsewhere, in other orders.
 _IN_LAYERS = frozenset(
     "mixer mamba_mixer in_proj conv1d norm out_norm out_proj key_proj value_proj q_norm k_norm indexer "
     "q_a_proj q_a_layernorm q_b_proj kv_a_proj_with_mqa kv_a_layernorm kv_b_proj q_proj k_proj v_proj "
@@ -336,12 +341,14 @@ _IN_LAYERS = frozenset(
     "post_feedforward_layernorm_1 post_feedforward_layernorm_2 per_layer_input_gate per_layer_projection "
     "post_per_layer_input_norm".split()
 )
+# Parameters of one module, in the order of registration.
 _LEAF_ORDER = (
     "hc_head_fn hc_head_base hc_head_scale linear_o_group_proj attn_sink ape alpha_pre alpha_post alpha_res "
     "softmax_offset conv1d_weight conv1d_bias dt_bias A_log D gate_weight layer_norm_weight layer_norm_bias weight "
     "weight1 weight2 bias expert_bias per_expert_scale scale"
 )
-# Kimi K3's and DeepSeek V4's own modules have two of these the other way round, and so has ms-swift's Gemma 4
+# Kimi K3's and DeepSeek V4's own modules and ms-swift's Gemma 4 register two of these in the opposite order:
+# a part of a name that shows such a model -> the two words.
 _TURNED = {
     ".q_conv1d.": ("A_log", "dt_bias"),
     f".{DEEPSEEK_V4}.": ("q_layernorm", "kv_layernorm"),
@@ -352,10 +359,11 @@ _NUMBERED = re.compile(r"(weight|bias)(\d{1,9})")
 
 
 def registration_order(names: Sequence[str]) -> list[int]:
-    """Positions of `names` (one chunk's, in the rank's own spelling) in the order in which the model registers them.
+    """Return the positions of `names` in the order in which the model registers them.
 
-    A module's own parameters come before those of its submodules; words that Megatron's GPT models do not have keep the
-    order in which they are first seen, so that an order which is right already stays.
+    `names` are those of one chunk, in the rank's own spelling. A module's own parameters come before those of its
+    submodules. Words that Megatron's GPT models do not have keep the order in which they are first seen, so names that
+    are already in the right order stay in it.
     """
     seen: dict[str, int] = {}
     for name in names:
@@ -371,7 +379,7 @@ def registration_order(names: Sequence[str]) -> list[int]:
 def _order_key(name: str, seen: dict[str, int], turned: Mapping[str, str]) -> tuple[tuple[int, int, int], ...]:
     *modules, leaf = name.split(".")
     key: list[tuple[int, int, int]] = []
-    if is_tower(name):  # its order is the one that is given
+    if is_tower(name):  # a tower's names keep the given order
         return ((1, len(_RANK), seen[modules[0]]),)
     inside = _LAYER.match(name) or _MTP.match(name)
     grouped = "experts" in modules and modules[-1] in ("linear_fc1", "linear_fc2") and _NUMBERED.fullmatch(leaf)
@@ -390,20 +398,25 @@ def _order_key(name: str, seen: dict[str, int], turned: Mapping[str, str]) -> tu
 
 
 def experts_count(names: Iterable[str]) -> int:
-    """How many experts a layer has at most, from logical names; 0 without experts. Raises InconsistentCheckpoint
-    E1650."""
+    """Return the number of experts in a layer, from logical names; 0 without experts.
+
+    Raises InconsistentCheckpoint E1650 if the highest number is implausible for so many tensors.
+    """
     experts = map(expert_of, filter(lambda name: ".experts." in name, names))
     numbers = [expert.expert for expert in experts if expert]
     return check_count(max(numbers, default=-1) + 1, len(numbers), "experts by the tensors' names")
 
 
 def layers_count(names: Iterable[str]) -> int:
-    """How many layers there are by logical names, MTP's aside. Raises InconsistentCheckpoint E1650."""
+    """Return the number of layers, from logical names, without MTP layers.
+
+    Raises InconsistentCheckpoint E1650 if the highest number is implausible for so many tensors.
+    """
     numbers = [layer[1] for layer in map(layer_of, names) if layer]
     return check_count(max(numbers, default=-1) + 1, len(numbers), "layers by the tensors' names")
 
 
 def mtp_count(names: Iterable[str]) -> int:
-    """How many MTP layers there are."""
+    """Return the number of MTP layers."""
     matches = (_MTP.match(name) for name in names if "mtp.layers." in name)
     return len({match[2] for match in matches if match})

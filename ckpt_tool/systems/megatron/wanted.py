@@ -1,16 +1,16 @@
-"""What a legacy Megatron checkpoint shall be: the model's sizes, the degrees, the stages, the rows of vocabularies.
-Decided once.
+"""Decides what a legacy Megatron checkpoint will be: the model's sizes, the degrees, the stages, the rows of
+vocabularies.
 
-The one idea: all that can be wrong with what was wished is found here, before a file is laid out: a degree that does
-not divide the heads, layers that do not spread over stages, experts that do not part, a vocabulary whose padding is not
-known.
+The one idea: every impossible request is refused here, before a file is planned: a degree that does not divide the
+heads, layers that can't be distributed over the stages, experts that can't be divided, a vocabulary whose padding is
+not known.
 
     112 rows for a vocabulary of 100 (multiple 16), --tp 2   ->   128 rows, 16 more than there are: zeros
 
-Megatron loads exactly ceil(V / (multiple * TP)) * multiple * TP rows. Fewer rows are padded with zeros, which are
-remembered (`ckpt.vocab_rows`); of more rows the padding beyond is kept beside, under our own key (`ckpt.vocab_tail`).
-Our reader undoes both, so that the logical tensor never changes and every way back is exact. Where V is not known rows
-are kept that Megatron could mean, else `--vocab-size` is wanted.
+Megatron loads exactly ceil(V / (multiple * TP)) * multiple * TP rows. Missing rows are filled with zeros, and their
+number is recorded (`ckpt.vocab_rows`); surplus rows are stored separately, under our own key (`ckpt.vocab_tail`). Our
+reader undoes both, so that the logical tensor never changes and a conversion back is exact. If V is not known, the rows
+stay if Megatron could have padded to them, else `--vocab-size` is required.
 
 Sources (NVIDIA/Megatron-LM core 0.16.1): `training/tokenizer/tokenizer.py` (`_vocab_size_with_padding`), the modules
 named below. Cost: a pass over names. What it does not do: boxes and files.
@@ -43,44 +43,47 @@ UNHELD = "E2001"
 
 
 class Decided(NamedTuple):
-    """Everything that was decided."""
+    """The decisions for one legacy checkpoint."""
 
     wanted: Wanted
     model: Mapping[str, int]  # logical name -> number of the wanted tensor
     args: Mapping[str, Any]  # the source's, {} without
     job: MegatronJob  # how ranks share it
-    all_rows: int | None  # of the source's vocabularies
+    all_rows: int | None  # rows of the source's vocabularies
     notes: tuple[str, ...]
-    # templates of the modules that have one, None where nothing says it. release,
-    extra_states: frozenset[str] | None
-    release: bool
-    distributed: bool | None  # what the source was (None: nothing says it)
+    extra_states: frozenset[str] | None  # templates of the modules that have an extra state, None if unknown
+    release: bool  # the source is a folder `release`
+    distributed: bool | None  # the source has a distributed optimizer, None if unknown
 
     def tensor(self, number: int) -> WantedTensor:
+        """Return wanted tensor number `number`."""
         return self.wanted.tensors[number]
 
     @property
     def same_ranks(self) -> bool:
-        """Are the model's ranks the source's own, however many data ranks there are?"""
+        """Whether all degrees but the number of data ranks equal the source's."""
         own = facts_of(self.args).degrees
         return bool(self.args) and all(own[dim] == n for dim, n in self.job.degrees.items() if dim != "dp")
 
     @property
     def same_layout(self) -> bool:
-        """Is the layout the source's own?"""
+        """Whether all degrees equal the source's."""
         return bool(self.args) and facts_of(self.args).degrees == dict(self.job.degrees)
 
 
 def decide(wanted: Wanted) -> Decided:
-    """The decisions for `wanted`. Raises UsageError: E0272 stages, E0273 degrees, E0274 experts, E0275 no rule, E0276
-    the vocabulary."""
+    """Return the decisions for `wanted`.
+
+    Raises:
+        UsageError: E0272 stages, E0273 degrees, E0274 experts, E0275 no rule, E0276 the vocabulary.
+    """
     model = {t.key.name: i for i, t in enumerate(wanted.tensors) if t.key.state == MODEL}
     shapes = {name: wanted.tensors[i].shape for name, i in model.items()}
     spec = wanted.wish.of(MegatronOptions).spec
     args = with_spec(arguments(wanted.extras), spec)
     stated = facts_of(args, spec)
     own = wanted.hints.get(MegatronHints) if wanted.source_format == "megatron" else None
-    alike = own if spec is None else None  # the source's spelling, where none was wished
+    alike = own if spec is None else None  # without --spec the source's names are kept
     experts = names.experts_count(model)
     facts = _complete_facts(stated, model, experts)
     degrees, notes = fit(wanted.wish.degrees.stated(), experts)
@@ -118,7 +121,7 @@ def decide(wanted: Wanted) -> Decided:
 
 
 def _complete_facts(facts: MegatronFacts, model: Mapping[str, int], experts: int) -> MegatronFacts:
-    """The facts with what the tensors themselves show."""
+    """Return the facts, completed from the tensors' names."""
     own = {names.stem(name) for name in model}
     tied = EMBEDDING in own and TIED_HEAD not in own and (facts.tied or not facts.stated)
     return facts._replace(
@@ -149,7 +152,7 @@ def _stages(
 
 
 def _even_only(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments without those that were made for other stages."""
+    """Return the arguments without those that describe an uneven split, which other stages can't use."""
     own = ("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
     return {name: value for name, value in args.items() if name not in own}
 
@@ -160,7 +163,7 @@ def _counts_fit(counts: Sequence[int], before: Degrees | None, pp: int, vpp: int
 
 
 def _check(job: MegatronJob, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Notes. Raises UsageError when tensor ranks can't share a parameter."""
+    """Return notes. Raises UsageError if tensor ranks can't share a parameter (E0275 if no rule is known for it)."""
     by_head = [name for name in shapes if name.endswith(names.BY_HEAD)]
     if by_head and names.BY_HEAD not in job.sections:
         raise UsageError(
@@ -193,7 +196,10 @@ def _check(job: MegatronJob, shapes: Mapping[str, tuple[int, ...]]) -> list[str]
 def vocabulary_rows(
     wanted: Wanted, model: Mapping[str, int], facts: MegatronFacts, tp: int
 ) -> tuple[int | None, int | None, tuple[str, ...]]:
-    """(rows to store, rows of the source to keep, notes) of the vocabulary tensors; (None, None, ()) without any."""
+    """Return (rows to store, rows of the source to keep, notes) for the vocabulary tensors.
+
+    (None, None, ()) if there are none, or if the rows of embedding and output layer differ and need not be split.
+    """
     found = {
         wanted.tensors[number].shape[0]
         for name, number in model.items()
@@ -222,6 +228,8 @@ def vocabulary_rows(
     elif have % unit == 0 or (not facts.stated and have % tp == 0) or (tp == facts.tp and have % tp == 0):
         rows = have
     else:
+        # The real size is unknown: at most one unit of the old layout below the stored rows. If all such sizes would be
+        # padded to the same number of rows, that number is right.
         old = multiple * facts.tp
         low = ceil_div(max(have - old, 0) + 1, unit) * unit
         high = ceil_div(have, unit) * unit
@@ -252,8 +260,15 @@ def vocabulary_rows(
 
 
 def unheld(whose: str, tensor: WantedTensor, tensors: Sequence[WantedTensor]) -> UsageError:
-    """The error (E2001) for one of the `tensors` that the format `whose`, whose keys hold names and states as words
-    between dots, would read back as another: under another name, or as another state."""
+    """Return the error (E2001) for a tensor that would be read back under another name or as another state.
+
+    That happens in formats whose keys are names and states joined by dots, for example if a state contains a dot.
+
+    Args:
+        whose: the format, for the message.
+        tensor: the tensor.
+        tensors: all tensors, of which the message names the other states with dots.
+    """
     dotted = dict.fromkeys(each.key.state for each in tensors if "." in each.key.state)
     if tensor.key.state in dotted:
         what = f"has no key for the state {tensor.key.state}: in its keys a state is one word, without a dot"
