@@ -1,4 +1,7 @@
-"""DeepSpeed: ZeRO folders and universal checkpoints. What both share lies here."""
+"""DeepSpeed: ZeRO folders (`zero`) and universal checkpoints (`universal`); the modules next to them serve both.
+
+This file registers the two formats; it imports nothing heavy, because it is read at every start of the tool.
+"""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
-"""What a DeepSpeed checkpoint says of itself besides values: the record and the parameter groups in the extras.
+"""How a DeepSpeed job stored its training state: the record and the parameter groups in a catalog's extras.
 
 Whatever a writer must know to write the same training state again (ZeRO stage, order and groups of the flat tensors,
-ties, buffers, pipeline stages, MoE layers) is one plain value under `deepspeed` in the extras. So it passes through any
-format that keeps extras; the optimizer's options are under `optimizer`, one entry a parameter group:
+ties, buffers, pipeline stages, MoE layers) is one plain value under `deepspeed` in the extras, so it passes through any
+format that stores extras. The optimizer's options are under `optimizer`, one entry for each parameter group:
 
     {"deepspeed": {"zero_stage": 1, "dtype": "BF16", "shared": {"head.weight": "embed.weight"}, ...},
      "optimizer": {"param_groups": [{"lr": 0.01, "params": ["embed.weight", ...]}], "scalars": [{"step": 3.0}], ...},
      "global_steps": 3, "lr_scheduler": {...}, ...}
 
 `params` are names in the order in which a flat group holds them (of the whole model: experts of all ranks, parameters
-of all stages). Groups are taken as any source gives them (names, or numbers with `param_names`); names that have no
-fp32 weight in the output are dropped, and parameters that no group lists get a group of their own. Extras are data of a
-checkpoint: values of a wrong type are ignored.
+of all stages). Groups of any source are accepted (names, or numbers with `param_names`); names that have no fp32 weight
+in the output are dropped, and parameters that no group lists get a group of their own. Extras are data of a checkpoint:
+values of a wrong type are ignored.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ckpt_tool.formats.state_dict.words import OPTIMIZER_ROOTS
 
 HOME = "deepspeed"
 OPTIMIZER = "optimizer"
-WRAPPER = "wrapper"  # under `optimizer`: what DeepSpeed's 16-bit wrapper keeps next to the optimizer
-UNUSED = "ckpt_unused"  # in a module file: values that DeepSpeed shall not take for its own
+WRAPPER = "wrapper"  # under `optimizer`: values that DeepSpeed's 16-bit wrapper stores next to the optimizer's state
+UNUSED = "ckpt_unused"  # in a module file: values that DeepSpeed would misread under their own keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,12 @@ class Described:
     moe: tuple[str, ...] = ()  # prefixes of the MoE layers in the order of their numbers
 
     def to_extras(self) -> dict[str, Any]:
-        """Plain values: lists and dicts."""
+        """Return the record as plain values (lists and dicts) for the extras."""
         return {name: _to_lists(value) for name, value in asdict(self).items()}
 
     @staticmethod
     def from_extras(extras: Mapping[str, Any]) -> Described | None:
-        """The record in the extras; None where there is none, or one that was edited into nonsense."""
+        """Return the record in the extras, None if there is none or a value has a wrong type."""
         stated = extras.get(HOME)
         if not isinstance(stated, Mapping):
             return None
@@ -127,21 +127,24 @@ _PARSERS: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is stored under `optimizer`."""
+    """The optimizer's options, stored under `optimizer` in the extras."""
 
     groups: Sequence[Mapping[str, Any]] = ()  # `param_groups`, whose `params` are names
     scalars: Sequence[Mapping[str, Any]] | None = None  # of each group (`step`), None without ZeRO
-    dtypes: Mapping[str, str] = field(default_factory=dict)  # of those that were tensors
+    dtypes: Mapping[str, str] = field(default_factory=dict)  # of the scalars that were tensors
     rest: Mapping[str, Any] = field(default_factory=dict)  # of the whole optimizer (`loss_scaler`)
 
     def to_extras(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the options as plain values for the extras."""
         flat = {} if self.scalars is None else {"scalars": list(self.scalars), "scalar_dtypes": dict(self.dtypes)}
         return {"param_groups": list(self.groups), **flat, **self.rest}
 
     @staticmethod
     def from_extras(extras: Mapping[str, Any]) -> Options:
-        """All but the groups and their scalars, which other sources keep elsewhere (`stated_groups`)."""
+        """Return the options without the groups and their scalars, which other sources store elsewhere.
+
+        `stated_groups` finds the groups of any source.
+        """
         optimizer = extras.get(OPTIMIZER)
         rest = dict(optimizer) if isinstance(optimizer, Mapping) else {}
         rest.pop("param_groups", None)
@@ -154,7 +157,7 @@ class Options:
 
     @property
     def wrapper(self) -> Mapping[str, Any] | None:
-        """What DeepSpeed's 16-bit wrapper keeps next to the optimizer, None where there was none."""
+        """The values that DeepSpeed's 16-bit wrapper stored next to the optimizer's state, None if it was not used."""
         wrapper = self.rest.get(WRAPPER)
         return wrapper if isinstance(wrapper, Mapping) else None
 
@@ -164,18 +167,18 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class ZeroGroup:
-    """A parameter group."""
+    """A parameter group of the new checkpoint."""
 
     names: list[str]
     options: Mapping[str, Any] = field(default_factory=dict)  # without `params`
     scalars: Mapping[str, Any] = field(default_factory=dict)  # `step` and such
     ep: int = 0  # expert ranks, 0 for a group without experts
-    listed: bool = True  # does the source list it?
-    number: int = 0  # among `groups_of`
+    listed: bool = True  # False: made for parameters that no group of the source lists
+    number: int = 0  # position in the result of `groups_of`
 
 
 def groups_of(extras: Mapping[str, Any], masters: Mapping[str, tuple[int, ...]]) -> list[ZeroGroup]:
-    """The groups of the parameters in `masters`, in the source's order."""
+    """Return the groups of the parameters in `masters` (name -> shape), in the source's order."""
     groups: list[ZeroGroup] = []
     grouped_names: set[str] = set()
     for stated, scalars in stated_groups(extras):
@@ -192,7 +195,10 @@ def groups_of(extras: Mapping[str, Any], masters: Mapping[str, tuple[int, ...]])
 
 
 def stated_groups(extras: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """(parameter group, its scalars) of an optimizer, or of all of a chained one (Megatron's experts)."""
+    """Return (parameter group, its scalars) for all groups of the source's optimizer.
+
+    The groups of chained optimizers (Megatron's experts) follow each other; their scalars are unknown, so they are {}.
+    """
     optimizers = _find_optimizers(extras)
     groups = [group for home in optimizers for group in home["param_groups"] if isinstance(group, Mapping)]
     stated_scalars = optimizers[0].get("scalars") if len(optimizers) == 1 else None
@@ -205,7 +211,7 @@ def stated_groups(extras: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], Ma
 
 
 def names_of(group: Mapping[str, Any]) -> list[str]:
-    """The parameters of a group, where it has names."""
+    """Return the names of a group's parameters, [] if it has only numbers."""
     for key in ("param_names", "params"):
         names = group.get(key)
         if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
@@ -214,7 +220,7 @@ def names_of(group: Mapping[str, Any]) -> list[str]:
 
 
 def _find_optimizers(extras: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The parts of the extras that have an optimizer's groups."""
+    """Return the dicts in the extras that have `param_groups`: one, or several of a chained optimizer."""
     if isinstance(extras.get("param_groups"), list):
         return [extras]
     for key in sorted(OPTIMIZER_ROOTS, key=lambda key: (key != OPTIMIZER, key)):

@@ -1,20 +1,20 @@
-"""The files of a DeepSpeed checkpoint: their names, and each rank's module or optimizer file taken apart and checked.
+"""The files of a DeepSpeed checkpoint: their names, and each rank's module or optimizer file, parsed and checked.
 
     bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt   optimizer of data rank 2, model rank 0 ("pp_rank" is the DATA rank)
     mp_rank_00_model_states.pt                       module of model rank 0 (ZeRO 0-2)
-    zero_pp_rank_2_mp_rank_00_model_states.pt        what data rank 2 says of the module (ZeRO 3)
+    zero_pp_rank_2_mp_rank_00_model_states.pt        data rank 2's part of the module (ZeRO 3)
     layer_03-model_states.pt                         a layer of a PipelineModule
     layer_1_expert_3_mp_rank_00_model_states.pt      expert 3 (global number) of MoE layer 1
 
-The one idea: what differs between ZeRO 1, 2, BF16_Optimizer and ZeRO 3 ends here: an `OptimizerFile` has flat groups,
-each with its fp32 partition, its 1-d states and its scalars (`step`), whatever keys they lay under.
+The one idea: the differences between the files of ZeRO 1, 2, BF16_Optimizer and ZeRO 3 end here: an `OptimizerFile` has
+flat groups, each with its fp32 partition, its 1-d states and its scalars (`step`), under whatever keys they are stored.
 
 Source: DeepSpeed 0.19.8 `runtime/engine.py` (`_get_ckpt_name`, `_get_zero_ckpt_name`, `_get_expert_ckpt_name`,
 `_common_checkpoint_state`), `runtime/pipe/module.py` (`ckpt_layer_path`), `runtime/zero/stage_1_and_2.py` and
 `stage3.py` (`state_dict`), `runtime/bf16_optimizer.py`, `checkpoint/constants.py`. The model rank of a pipeline is
-stage * tp + tp rank. Kinds that are refused by name: elastic checkpoints (`base_optimizer_state` is a list), states
-swapped to NVMe (no `fp32_flat_groups`), AutoEP. Cost: the listing; each file's pickle and directory, and 4 bytes for
-each scalar tensor.
+stage * tp + tp rank. Refused with a message that names the kind: elastic checkpoints (`base_optimizer_state` is a
+list), states swapped to NVMe (no `fp32_flat_groups`), AutoEP. Cost: the listing; each file's pickle and directory, and
+4 bytes for each scalar tensor.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ MALFORMED = "E0355"
 REFUSED = "E0356"
 DISAGREE = "E0359"
 MISSING = "E0302"
-SHOWN = 100
+SHOWN = 100  # at most so many faults in one error
 TWO_RUNS = "the files come from two runs or two steps: fetch one save whole"
 
 
 def malformed(message: str, path: str, key: str = "") -> CorruptFile:
-    """A file that is not laid out as DeepSpeed does."""
+    """Return the error for a file whose structure is not DeepSpeed's."""
     hint = "the file is damaged, or of a version of DeepSpeed that is not known here"
     return CorruptFile(message, code=MALFORMED, path=path, key=key, hint=hint)
 
@@ -54,19 +54,19 @@ def refused(
     hint: str = "load it with DeepSpeed, and save it as a universal checkpoint or without this",
     faults: Sequence[str] = (),
 ) -> InputError:
-    """A kind of checkpoint that is not read."""
+    """Return the error for a kind of checkpoint that is not supported."""
     return InputError(what, code=REFUSED, path=path, hint=hint, faults=faults)
 
 
 def disagree(
     message: str, path: str, key: str = "", hint: str = TWO_RUNS, faults: Sequence[str] = ()
 ) -> InconsistentCheckpoint:
-    """Files, or parts of a file, that contradict each other."""
+    """Return the error for files, or parts of a file, that contradict each other."""
     return InconsistentCheckpoint(message, code=DISAGREE, path=path, key=key, hint=hint, faults=faults[:SHOWN])
 
 
 def lost(message: str, path: str, hint: str, key: str = "", faults: Sequence[str] = ()) -> Incomplete:
-    """Something of the checkpoint is not there."""
+    """Return the error for a missing part of the checkpoint."""
     return Incomplete(message, code=MISSING, path=path, key=key, hint=hint, faults=faults[:SHOWN])
 
 
@@ -86,7 +86,10 @@ _REFUSED = {
 
 
 def _pattern(name: str) -> re.Pattern[str]:
-    """The expression for all names of a kind."""
+    """Return the expression that matches all file names of a kind.
+
+    The prefix of optimizer files is optional, and so is the underscore before `optim`.
+    """
     name = re.sub(r"{(\w+)}", r"(?P<\1>\\d{1,6})", re.sub(r"{(\w+):02}", r"(?P<\1>\\d{2,6})", name.replace(".", r"\.")))
     return re.compile(name.replace(r"(?P<prefix>\d{1,6})", "(?P<prefix>bf16_|fp16_|)").replace("_optim", "_?optim"))
 
@@ -95,7 +98,10 @@ _KINDS = {name: _pattern(name) for name in (OPTIM, MODEL, MODEL3, LAYER, EXPERT,
 
 
 def rank_in(path: str) -> dict[str, int] | None:
-    """Whose file it is: its data rank, where it has one, and its model rank (`mp`). Experts' files are nobody's."""
+    """Return the rank that wrote the file: `mp`, the model rank, and `dp`, the data rank, if the name has one.
+
+    None for files that belong to no single rank, such as those of experts and pipeline layers.
+    """
     for kind in (OPTIM, MODEL, MODEL3):
         if found := _KINDS[kind].fullmatch(path.rpartition("/")[2]):
             return {
@@ -108,10 +114,9 @@ def rank_in(path: str) -> dict[str, int] | None:
 class ZeroFiles:
     """The files of one checkpoint by kind."""
 
-    # optim, model3: (data rank, model rank) -> name
-    optim: dict[tuple[int, int], str] = field(default_factory=dict)
-    model: dict[int, str] = field(default_factory=dict)  # model rank -> name
-    model3: dict[tuple[int, int], str] = field(default_factory=dict)
+    optim: dict[tuple[int, int], str] = field(default_factory=dict)  # (data rank, model rank) -> name
+    model: dict[int, str] = field(default_factory=dict)  # model rank -> name, ZeRO 0 to 2
+    model3: dict[tuple[int, int], str] = field(default_factory=dict)  # (data rank, model rank) -> name, ZeRO 3
     layers: dict[int, str] = field(default_factory=dict)  # layer index -> name
     experts: dict[tuple[int, int], str] = field(default_factory=dict)  # (MoE layer, expert) -> name
     expp: dict[int, str] = field(default_factory=dict)  # expert rank -> name of its optimizer without ZeRO
@@ -122,14 +127,14 @@ class ZeroFiles:
         return bool(self.optim or self.model or self.model3)
 
     def all(self) -> tuple[str, ...]:
-        """Every file, the models first."""
+        """Return the names of all files, the module files of ZeRO 0 to 2 first."""
         numbered = [kind[number] for kind in (self.model, self.layers, self.expp) for number in sorted(kind)]
         paired = [kind[pair] for kind in (self.model3, self.experts, self.optim) for pair in sorted(kind)]
         return (*numbered, *paired)
 
 
 def sort_files(names: Iterable[str]) -> ZeroFiles:
-    """The kinds of the files directly in a checkpoint's folder; names of no kind are left alone."""
+    """Return the files directly in a checkpoint's folder, sorted by kind; other names are ignored."""
     out = ZeroFiles()
     for name in names:
         for kind, pattern in _KINDS.items():
@@ -161,14 +166,17 @@ def _sort(out: ZeroFiles, kind: str, name: str, parts: Mapping[str, str]) -> Non
 
 
 class RankFiles(NamedTuple):
-    """The names of the files that ranks write: (data rank, model rank) -> name."""
+    """The names of the files that each rank writes: (data rank, model rank) -> name."""
 
     modules: dict[tuple[int, int], str]
     optimizers: dict[tuple[int, int], str]
 
 
 def rank_files(stage: int, prefix: str, dp: int, pp: int) -> RankFiles:
-    """The files of a job of so many data ranks and pipeline stages. At ZeRO 3 every data rank has a module file."""
+    """Return the files of a job of `dp` data ranks and `pp` pipeline stages.
+
+    At ZeRO 3 every data rank writes a module file, at the other stages only data rank 0.
+    """
     ranks = [(data, model) for model in range(pp) for data in range(dp)]
     kind, writers = (MODEL3, ranks) if stage == 3 else (MODEL, [(0, model) for model in range(pp)])
     modules = {(data, model): kind.format(data=data, model=model) for data, model in writers}
@@ -183,7 +191,7 @@ BASE = "base_optimizer_state"
 MASTERS = "single_partition_of_fp32_groups"
 FLAT3 = "fp32_flat_groups"
 _SCALARS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i", "BOOL": "<?"}
-# Keys of a module file that say how it is laid out: made anew when it is written.
+# Keys of a module file that describe its layout: a writer makes them again for the new layout.
 LAYOUT_KEYS = frozenset(
     {
         "module",
@@ -198,6 +206,7 @@ LAYOUT_KEYS = frozenset(
         "checkpoint_parallel_dimensions",
     }
 )
+# The same for `optimizer_state_dict` in an optimizer file.
 OPTIMIZER_LAYOUT = frozenset(
     {
         BASE,
@@ -216,19 +225,18 @@ OPTIMIZER_LAYOUT = frozenset(
 
 @dataclass(slots=True)
 class ModuleFile:
-    """A module file."""
+    """The content of a module file."""
 
     path: str
-    # module, fragments: name -> array, in order
-    module: dict[str, StoredArray]
+    module: dict[str, StoredArray]  # name -> array, in the module's order
     buffers: list[str]
-    # of each flat group (sub-group at stage 3), name -> shape in flat order; None without ZeRO
+    # for each flat group (sub-group at stage 3), name -> shape in flat order; None without ZeRO
     shapes: list[dict[str, tuple[int, ...]]] | None
     frozen: dict[str, tuple[int, ...]]  # shapes of frozen parameters (stage 2 and 3)
-    fragments: dict[str, StoredArray]
+    fragments: dict[str, StoredArray]  # name -> frozen parameter (stage 2) or this rank's share of it (stage 3)
     shared: dict[str, str]  # alias -> kept name
-    values: dict[str, Any]  # all that is no tensor
-    # (path, array) of the optimizer that lies in this file without ZeRO
+    values: dict[str, Any]  # all values that are no tensors, without the keys that describe the layout
+    # (path, array) of the optimizer's tensors, which are in this file without ZeRO
     optimizer: list[tuple[Path, StoredArray]] = field(default_factory=list)
     # tensors of the client's state, at their paths
     others: list[tuple[Path, StoredArray]] = field(default_factory=list)
@@ -236,7 +244,7 @@ class ModuleFile:
     globals: list[str] = field(default_factory=list)
 
     def count(self, name: str, default: int = 1) -> int:
-        """A world size."""
+        """Return a world size that the file states. Raises CorruptFile E0355 if it is not a count."""
         value = self.values.get(name, default)
         if type(value) is not int or not 1 <= value < 1 << 24:
             raise malformed(f"{name} is {value!r}, want a count", self.path)
@@ -245,21 +253,21 @@ class ModuleFile:
 
 @dataclass(slots=True)
 class FlatTensor:
-    """A flat tensor of this rank."""
+    """A flat group in the optimizer file of one rank: its fp32 weights and their states."""
 
     master: StoredArray
     options: int  # number of its parameter group
     count: int  # ranks that share the group
-    gaps: tuple[int, ...]  # padding behind each parameter, () where the file does not say
-    mapping: dict[str, tuple[int, int]] | None  # name -> (elements, start), likewise None
+    gaps: tuple[int, ...]  # elements of padding after each parameter, () if the file does not state it
+    mapping: dict[str, tuple[int, int]] | None  # name -> (elements, start), None if the file does not state it
     states: dict[str, StoredArray] = field(default_factory=dict)  # 1-d arrays as long as the partition
     scalars: dict[str, Any] = field(default_factory=dict)  # one value for the whole group
-    dtypes: dict[str, str] = field(default_factory=dict)  # of those that were tensors
+    dtypes: dict[str, str] = field(default_factory=dict)  # of the scalars that were stored as tensors
 
 
 @dataclass(slots=True)
 class OptimizerFile:
-    """An optimizer file."""
+    """The content of an optimizer file."""
 
     path: str
     stage: int  # 1, 2 or 3
@@ -272,8 +280,10 @@ class OptimizerFile:
 
 
 def read_module(tree: Tree, name: str) -> ModuleFile:
-    """A `*_model_states.pt` file. Raises CorruptFile E0355 where it is not laid out as DeepSpeed does, and what
-    containers and pickles raise."""
+    """Return the content of a `*_model_states.pt` file; tensor data is not read.
+
+    Raises CorruptFile E0355 if its structure is not DeepSpeed's, and what containers and pickles raise.
+    """
     content = read_content(tree, name)
     shown = tree.display(name)
     values = dict(_mapping(content.extras, "the file", shown))
@@ -292,6 +302,7 @@ def read_module(tree: Tree, name: str) -> ModuleFile:
     if isinstance(values.get("checkpoint_parallel_dimensions"), dict):
         out.values["checkpoint_parallel_dimensions"] = values["checkpoint_parallel_dimensions"]
 
+    # `values` has no tensors, so what is left under `module` are entries of another type.
     left = values.get("module")
     if isinstance(left, dict) and left:
         out.values["module"] = left
@@ -314,7 +325,10 @@ def read_module(tree: Tree, name: str) -> ModuleFile:
 
 
 def read_tensors(tree: Tree, name: str) -> tuple[dict[str, StoredArray], TorchContent]:
-    """A file of named tensors alone: a pipeline layer, an expert. Raises CorruptFile E0355 for anything else."""
+    """Return the tensors of a file that holds only named tensors (a pipeline layer, an expert), and its content.
+
+    Raises CorruptFile E0355 for anything else.
+    """
     content = read_content(tree, name)
     out = {}
     for path, array in content.leaves:
@@ -325,8 +339,10 @@ def read_tensors(tree: Tree, name: str) -> tuple[dict[str, StoredArray], TorchCo
 
 
 def read_optimizer(tree: Tree, name: str) -> OptimizerFile:
-    """An `*_optim_states.pt` file. Raises CorruptFile E0355, InputError E0356 (elastic, NVMe, AutoEP), and what
-    containers and pickles raise."""
+    """Return the content of an `*_optim_states.pt` file; of tensor data only scalars are read.
+
+    Raises CorruptFile E0355, InputError E0356 (elastic, NVMe, AutoEP), and what containers and pickles raise.
+    """
     content = read_content(tree, name)
     parts = _OptimizerParts(tree, content, tree.display(name))
     groups = parts.groups()
@@ -339,14 +355,17 @@ def read_optimizer(tree: Tree, name: str) -> OptimizerFile:
 
 
 def plain(value: Any) -> Any:
-    """A loss scaler as a dict of its state and its `class`: no format but DeepSpeed's has a place for the object."""
+    """Return a loss scaler as a dict of its state and its `class`, any other value unchanged.
+
+    Only DeepSpeed's formats can store the object itself; a plain dict passes through every format.
+    """
     if isinstance(value, Opaque) and value.name.startswith("deepspeed.") and isinstance(value.state, dict):
         return {"class": value.name, **value.state}
     return value
 
 
 def opaque(value: Any) -> Any:
-    """`plain` backwards."""
+    """Return the loss scaler that `plain` made a dict of, any other value unchanged."""
     name = value.get("class") if isinstance(value, Mapping) else None
     if isinstance(name, str) and name.startswith("deepspeed."):
         return Opaque(name, (), {key: item for key, item in value.items() if key != "class"})
@@ -354,7 +373,7 @@ def opaque(value: Any) -> Any:
 
 
 def scalar_bytes(value: Any, dtype: str) -> bytes | None:
-    """The bytes of a scalar tensor of the dtype called `dtype`; None for a value that is to be a plain number."""
+    """Return the bytes of a scalar tensor of dtype `dtype`; None if the value has to be stored as a plain number."""
     code = _SCALARS.get(dtype)
     if code is None or type(value) not in (int, float):
         return None
@@ -368,8 +387,12 @@ def scalar_bytes(value: Any, dtype: str) -> bytes | None:
 
 
 class _OptimizerParts:
-    """state: what is no tensor. stage: of ZeRO. options: `param_groups`. masters: number of a flat group -> its fp32
-    weights. states: number -> state -> array. rest: single numbers kept as tensors beside them."""
+    """The content of an optimizer file while it is parsed.
+
+    state: all values that are no tensors. stage: of ZeRO. options: `param_groups`. masters: number of a flat group ->
+    its fp32 weights. states: number of a flat group -> state -> array. rest: numbers of the whole optimizer that are
+    stored as tensors.
+    """
 
     def __init__(self, tree: Tree, content: TorchContent, shown: str) -> None:
         self.tree = tree
@@ -403,7 +426,7 @@ class _OptimizerParts:
                 self.states.setdefault(path[3], {})[str(path[4])] = array
             elif path[0] == OPTIMIZER and len(path) == 2 and array.numel == 1 and path[1] not in OPTIMIZER_LAYOUT:
                 self.rest[str(path[1])] = self._scalar(array, str(path[1]))
-            else:  # nothing is left out in silence
+            else:  # a tensor that is not understood is an error, because no state may be dropped silently
                 raise refused(f"the optimizer keeps a tensor at {dotted(path)[:200]}, which is not understood", shown)
 
         if sorted(self.masters) != list(range(len(self.masters))):
@@ -419,7 +442,7 @@ class _OptimizerParts:
             raise malformed(f"a state of flat group {number!r}, but there are {len(self.masters)}", shown)
 
     def groups(self) -> list[FlatTensor]:
-        """The flat groups, in order."""
+        """Return the flat groups in the order of their numbers."""
         owner = {number: group for group, item in enumerate(self.options) for number in item["params"]}
         out = []
         for number, master in sorted(self.masters.items()):
@@ -435,7 +458,7 @@ class _OptimizerParts:
         return out
 
     def _add(self, group: FlatTensor, number: int, state: str, array: StoredArray) -> None:
-        """A moment, or a scalar of the whole group."""
+        """Add a state to a flat group: a moment (as long as the weights), or one scalar for the whole group."""
         numel = group.master.numel
         if is_shapeless(array):
             group.states[state] = array._replace(shape=(numel,))
@@ -460,7 +483,7 @@ class _OptimizerParts:
         return value
 
     def _entry(self, key: str, number: int, kind: type) -> Any:
-        """What the file states of one flat group."""
+        """Return what the file states under `key` for one flat group, None if it is absent or of another type."""
         value = self.state.get(key)
         item = value[number] if isinstance(value, list) and number < len(value) else None
         return item if isinstance(item, kind) else None
@@ -495,13 +518,13 @@ class _OptimizerParts:
 
 
 def number_of(tree: Tree, array: StoredArray) -> Any:
-    """The value of a tensor of one number, which is read; None for any other tensor."""
+    """Read and return the value of a tensor of one element, None for any other tensor."""
     code = _SCALARS.get(array.dtype.name) if array.numel == 1 else None
     return None if code is None else struct.unpack(code, read_array(tree, array, struct.calcsize(code)))[0]
 
 
 def numbered(value: Any) -> list[dict[str, Any]] | None:
-    """`param_groups` whose `params` are numbers; None for anything else."""
+    """Return `param_groups` (copied) if their `params` are numbers, None for anything else."""
     for group in value if isinstance(value, list) else [None]:
         params = group.get("params") if isinstance(group, dict) else None
         if not isinstance(params, list) or any(type(n) is not int for n in params):
@@ -510,9 +533,10 @@ def numbered(value: Any) -> list[dict[str, Any]] | None:
 
 
 def _stage(value: Any, shown: str) -> int:
-    """The ZeRO stage; BF16_Optimizer states none and is laid out as stage 1."""
+    """Return the ZeRO stage; BF16_Optimizer states none and has the layout of stage 1."""
     if value is None:
         return 1
+    # The stage is pickled as a number, or as DeepSpeed's enum: a symbol with the number as its argument.
     stage = value.args[0] if isinstance(value, Symbol) and value.args else value
     if type(stage) is not int or stage not in (1, 2, 3):
         raise malformed(f"zero_stage is {stage!r}, want 1, 2 or 3", shown)

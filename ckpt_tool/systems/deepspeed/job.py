@@ -1,11 +1,11 @@
 """The job of a DeepSpeed checkpoint: which interval of which parameter each rank's flat tensors store, and where.
 
-A `ZeroJob` is the ZeRO stage, the ranks and the flat groups, and says of every rank what its flat tensors hold
-(`ZeroJob.arrays`). The reader makes it from `param_shapes` and matches it to what the optimizer files have, the writer
-makes it from the parameter groups and fills it.
+A `ZeroJob` is the ZeRO stage, the ranks and the flat groups; `ZeroJob.arrays` returns the content of a rank's flat
+tensors. The reader makes a job from `param_shapes` and compares it with the optimizer files, the writer makes one from
+the parameter groups and fills its tensors.
 
-ZeRO 1 and 2 (and BF16_Optimizer) lay the parameters of a group end to end and cut the whole into equal partitions;
-ZeRO 3 cuts every parameter by itself:
+ZeRO 1 and 2 (and BF16_Optimizer) concatenate the parameters of a group and cut the result into equal partitions; ZeRO 3
+cuts every parameter separately:
 
     three parameters of 7, 4 and 3 elements over 2 ranks
     ZeRO 1, 2   14 -> padded to 16, partitions of 8    rank 0: 7 of the first, 1 of the second; rank 1: 3 and 3, 2 zeros
@@ -15,9 +15,10 @@ Rules. 1, 2: the group's length is rounded up to a multiple of 2 * ranks; with `
 the last is padded to a multiple of 16 bytes of the 16-bit type. 3: rank r of n holds elements [r * c, (r + 1) * c) of a
 parameter, c = ceil(numel / n), the last ones short (filled with zeros in the file) or empty; a parameter group is split
 into sub-groups, each closed by the parameter that brings its rank's length to `sub_group_size`. Round robin: the
-parameters of a group are dealt to the ranks like cards, then laid hand by hand. Experts: every expert rank has a flat
-line of its own experts, cut over the data ranks that hold them; data rank r of n is expert rank r % ep, and number
-r // ep among those; with `use_data_before_expert_parallelism` it is expert rank r // (n / ep), number r % (n / ep).
+parameters of a group are dealt to the ranks like cards, then concatenated rank by rank. Experts: every expert rank has
+a flat line of its own experts, cut over the data ranks that hold them; data rank r of n is expert rank r % ep, and
+number r // ep among those; with `use_data_before_expert_parallelism` it is expert rank r // (n / ep), number r % (n /
+ep).
 
 Source: DeepSpeed 0.19.8 `runtime/zero/stage_1_and_2.py` (__init__, `_round_robin_reorder`),
 `runtime/bf16_optimizer.py`, `runtime/zero/partition_parameters.py` (`_partition_param`), `runtime/zero/stage3.py`
@@ -47,18 +48,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What of `ds_config` decides how flat tensors are cut."""
+    """The settings in `ds_config` that decide how flat tensors are cut."""
 
-    stage: object = None
-    round_robin: bool = False
-    aligned: bool = False
+    stage: object = None  # as the file states it, unchecked
+    round_robin: bool = False  # `round_robin_gradients`
+    aligned: bool = False  # `parameter_alignment`
     sub_group_size: int = SUB_GROUP_SIZE  # elements of a rank
-    data_first: bool = False
+    data_first: bool = False  # `use_data_before_expert_parallelism`
     fp32_accumulation: bool = False  # of gradients, on the device
 
     @staticmethod
     def of(ds_config: object) -> Config:
-        """From the extras; values of another type than DeepSpeed's are ignored."""
+        """Return the settings in a `ds_config`; values of a type that DeepSpeed does not use are ignored."""
         config = _mapping(ds_config)
         zero = _mapping(config.get("zero_optimization"))
         types = _mapping(config.get("data_types"))
@@ -74,7 +75,7 @@ class Config:
 
 
 def _mapping(value: object) -> Mapping[Any, Any]:
-    """The value where it is a mapping, else an empty one."""
+    """Return the value if it is a mapping, else an empty one."""
     return value if isinstance(value, Mapping) else {}
 
 
@@ -84,14 +85,21 @@ class FlatGroup(NamedTuple):
     # name -> shape in flat order, experts under the numbers that expert rank 0 gives them: an entry of `param_shapes`
     shapes: Mapping[str, Shape]
     number: int  # of its parameter group
-    ep: int = 1  # expert ranks, each with a line of its own of the group
+    ep: int = 1  # expert ranks; each has a flat line of its own for the group
     size: int = 0  # elements of each rank's partition
     gaps: tuple[int, ...] = ()  # elements of padding after each parameter (like `size` of ZeRO 1 and 2 alone)
 
 
 def partitioned(shapes: Mapping[str, Shape], number: int, ep: int, ranks: int, itemsize: int) -> FlatGroup:
-    """A group of ZeRO 1 or 2 over `ranks` partitions. itemsize: bytes of the module's dtype where parameters are
-    aligned, else 0."""
+    """Return a flat group of ZeRO 1 or 2, cut into `ranks` partitions.
+
+    Args:
+        shapes: name -> shape in flat order.
+        number: of the parameter group.
+        ep: expert ranks.
+        ranks: that share the group.
+        itemsize: bytes of an element of the module if parameters are aligned, else 0.
+    """
     numels = [prod(shape) for shape in shapes.values()]
     gaps = alignment_gaps(numels, itemsize) if itemsize else (0,) * len(numels)
     unit = START_ALIGNMENT * ranks
@@ -99,7 +107,7 @@ def partitioned(shapes: Mapping[str, Shape], number: int, ep: int, ranks: int, i
 
 
 def alignment_gaps(numels: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Elements of padding after each parameter but the last under `parameter_alignment`."""
+    """Return the elements of padding after each parameter under `parameter_alignment`; the last one has none."""
     unit = PARAMETER_ALIGNMENT // gcd(PARAMETER_ALIGNMENT, itemsize)
     gaps = []
     start = 0
@@ -112,7 +120,7 @@ def alignment_gaps(numels: Sequence[int], itemsize: int) -> tuple[int, ...]:
 
 
 def sub_groups(shapes: Mapping[str, Shape], number: int, ranks: int, size: int) -> Iterator[FlatGroup]:
-    """A parameter group's sub-groups at ZeRO 3. size: `sub_group_size`, elements of a rank."""
+    """Yield the sub-groups of a parameter group at ZeRO 3. size: `sub_group_size`, in elements of a rank."""
     names = list(shapes)
     counts = [share(prod(shape), ranks) for shape in shapes.values()]
     first = 0
@@ -127,23 +135,23 @@ def sub_groups(shapes: Mapping[str, Shape], number: int, ranks: int, size: int) 
 
 
 def deal(items: Sequence[T], hands: int) -> list[T]:
-    """The order of `round_robin_gradients`: a, b, c, d, e over 2 ranks -> a, c, e, b, d."""
+    """Return the items in the order of `round_robin_gradients`: a, b, c, d, e over 2 ranks -> a, c, e, b, d."""
     return [item for hand in range(hands) for item in items[hand::hands]]
 
 
 def undeal(items: Sequence[T], hands: int) -> list[T]:
-    """The inverse of `deal`."""
+    """Return the items in their original order: the inverse of `deal`."""
     order = deal(range(len(items)), hands)
     return [item for _, item in sorted(zip(order, items, strict=True), key=lambda pair: pair[0])]
 
 
 def share(numel: int, ranks: int) -> int:
-    """Elements of each rank's share of one parameter at ZeRO 3, padding included."""
+    """Return the elements of each rank's share of one parameter at ZeRO 3, padding included."""
     return ceil_div(numel, ranks)
 
 
 def shares(shapes: Mapping[str, Shape], ranks: int, rank: int) -> tuple[FlatLine[str], int]:
-    """(what a rank's shares of some parameters hold, end to end, their elements with padding)."""
+    """Return (content of a rank's concatenated shares of these parameters, number of elements with padding)."""
     places = []
     at = 0
     for name, shape in shapes.items():
@@ -162,14 +170,14 @@ class FlatArray(NamedTuple):
 
     group: int  # number of its parameter group
     line: FlatLine[str]  # what it holds, under the names of the whole model
-    names: Mapping[str, str]  # these names -> the rank's own, of all parameters of the group
-    size: int  # elements, the last `spare` of which belong to no parameter (gaps count as parameters')
-    spare: int
+    names: Mapping[str, str]  # name in the whole model -> the rank's own, for all parameters of the group
+    size: int  # elements
+    spare: int  # elements at the end that belong to no parameter (gaps count as parameters')
     partitions: int  # ranks that share the group
     gaps: tuple[int, ...]  # as in `FlatGroup`
 
     def slices(self) -> dict[str, tuple[int, int]]:
-        """The rank's own name of each parameter in it -> (elements, place of the first): `param_slice_mappings`."""
+        """Return {rank's own name of a parameter: (elements, position of the first)}: `param_slice_mappings`."""
         out: dict[str, tuple[int, int]] = {}
         for place in self.line.places:
             numel, at = out.get(self.names[place.of], (0, place.at))
@@ -186,7 +194,7 @@ class _WholeLine(NamedTuple):
 
 @dataclass(frozen=True)
 class ZeroJob:
-    """What every rank's flat tensors hold."""
+    """The layout of all flat tensors of a job: `arrays` returns the content of one rank's."""
 
     zero: int  # the stage, 1 to 3
     dp: int  # data ranks
@@ -194,14 +202,14 @@ class ZeroJob:
     stages: Sequence[Sequence[FlatGroup]]  # the flat groups of every pipeline stage
 
     def expert_rank(self, data: int, ep: int) -> tuple[int, int]:
-        """(expert rank of a data rank, its number among those that hold the same experts)."""
+        """Return (expert rank of a data rank, its number among the data ranks that hold the same experts)."""
         if self.data_first:
             return divmod(data, self.dp // ep)
         number, rank = divmod(data, ep)
         return rank, number
 
     def arrays(self, data: int, stage: int) -> list[FlatArray]:
-        """The flat tensors of a rank, in the order of its file."""
+        """Return the flat tensors of a rank, in the order of its file."""
         arrays = [self._build_array(data, stage, number) for number in range(len(self.stages[stage]))]
         if not self.borders:
             return arrays
@@ -223,13 +231,16 @@ class ZeroJob:
 
     @cached_property
     def _lines(self) -> list[list[list[_WholeLine]]]:
-        """By stage, group and expert rank."""
+        """The uncut flat lines by stage, group and expert rank."""
         return [list(map(_lay_lines, stage)) for stage in self.stages]
 
     @cached_property
     def borders(self) -> Mapping[str, set[int]]:
-        """Where the stages of a pipeline cut a parameter that several of them hold (a tied one): all cut it at all
-        borders, so that equal boxes are copies of each other."""
+        """The positions at which pipeline stages cut a parameter that several of them hold (a tied one).
+
+        Every stage's copy is cut at the borders of all stages, so that boxes of different copies are equal or disjoint:
+        equal boxes are replicas.
+        """
         holders = Counter(name for stage in self.stages for group in stage for name in group.shapes)
         borders: dict[str, set[int]] = {name: set() for name, count in holders.items() if count > 1}
         if not borders:
@@ -245,7 +256,7 @@ class ZeroJob:
 
 
 def _lay_lines(group: FlatGroup) -> list[_WholeLine]:
-    """The group's line on every expert rank."""
+    """Return the group's flat line on every expert rank."""
     lines = []
     for expert in range(group.ep):
         names = global_names(group.shapes, expert)

@@ -9,8 +9,8 @@ The layer files of a PipelineModule hold local names, the optimizer's tables hol
     layer_03-model_states.pt  {"norm.weight": ...}  ->  3.norm.weight
     layer_00-model_states.pt  {"word.weight": ...}  ->  tied_modules.embed.word.weight
 
-A tied layer is saved once, by the first stage that has it; its parameters stand as `tied_modules.KEY.NAME` in the
-tables of every stage that uses it. The file does not say its key: it is the one whose names and shapes the file has.
+A tied layer is saved once, by the first stage that has it; its parameters are named `tied_modules.KEY.NAME` in the
+tables of every stage that uses it. The file does not state its key: it is the one whose names and shapes the file has.
 
 Source: DeepSpeed 0.19.8 `runtime/engine.py` (`_save_moe_checkpoint`), `moe/utils.py` (the groups `ep_size_N`),
 `runtime/pipe/module.py` (`save_state_dict`, `ckpt_layer_path`, `_build`).
@@ -31,7 +31,7 @@ Shape = tuple[int, ...]
 
 
 class ZeroExpertName(NamedTuple):
-    """`layer` + number + `part` is the name."""
+    """The name of an expert's parameter, split: `layer` + `number` + `part` is the name."""
 
     layer: str  # `moe.deepspeed_moe.experts.deepspeed_experts.`, part: `.w1.weight`
     number: int
@@ -39,13 +39,13 @@ class ZeroExpertName(NamedTuple):
 
 
 def expert_name_of(name: str) -> ZeroExpertName | None:
-    """The parts of an expert parameter's name; None for any other parameter."""
+    """Return the parts of the name of an expert's parameter, None for any other parameter."""
     match = _EXPERT.match(name) if MARK in name else None
     return ZeroExpertName(match[1], int(match[2]), match[3]) if match else None
 
 
 def counts(names: Iterable[str]) -> dict[str, int]:
-    """Layer -> how many different experts `names` has of it, in order of first sight."""
+    """Return {MoE layer: number of its different experts among `names`}, in the order of first appearance."""
     seen: dict[str, set[int]] = {}
     for name in names:
         if found := expert_name_of(name):
@@ -54,7 +54,10 @@ def counts(names: Iterable[str]) -> dict[str, int]:
 
 
 def global_names(names: Iterable[str], expert_rank: int) -> list[str]:
-    """What expert rank 0 calls its parameters -> their counterparts on `expert_rank`, under the whole model's names."""
+    """Return the whole model's names of `expert_rank`'s parameters.
+
+    `names` are a rank's own names, which are the same on every expert rank: each counts its experts from 0.
+    """
     first_names = list(names)
     if not expert_rank:
         return first_names
@@ -71,8 +74,12 @@ def global_names(names: Iterable[str], expert_rank: int) -> list[str]:
 
 
 def select_first_rank(names: Iterable[str], ep: int) -> list[str]:
-    """The experts of expert rank 0 in the order of its module: layer by layer, expert by expert. names: of a group, all
-    experts of the whole model."""
+    """Return the names of expert rank 0's experts in the order of its module: layer by layer, expert by expert.
+
+    Args:
+        names: of a parameter group, with all experts of the whole model.
+        ep: expert ranks.
+    """
     experts_per_rank = {layer: count // ep for layer, count in counts(names).items()}
     layer_order = {layer: i for i, layer in enumerate(experts_per_rank)}
     part_order: dict[tuple[str, str], int] = {}  # by layer and part, in order of first sight
@@ -92,7 +99,10 @@ def select_first_rank(names: Iterable[str], ep: int) -> list[str]:
 
 
 def tied_keys(shapes: Mapping[str, Shape], shared: Iterable[str]) -> dict[str, dict[str, Shape | None]]:
-    """Key -> its local names, with the shapes of those that the optimizer knows, in order of first sight."""
+    """Return {tied key: {local name: shape}}, in the order of first appearance.
+
+    The shape is None for a parameter that the optimizer does not have.
+    """
     out: dict[str, dict[str, Shape | None]] = {}
     for name in (*shapes, *shared):
         if name.startswith(TIED):
@@ -104,9 +114,13 @@ def tied_keys(shapes: Mapping[str, Shape], shared: Iterable[str]) -> dict[str, d
 def key_of_layer(
     index: int, local: Mapping[str, Shape], known: Mapping[str, Shape], tied: Mapping[str, Mapping[str, Shape | None]]
 ) -> str | None:
-    """The tied key whose names the file of layer `index` has; None for a layer of its own.
+    """Return the tied key whose parameters the file of layer `index` has, None if the layer is not tied.
 
-    local: the file's names and shapes. known: the shapes of all global names. tied: keys that no file was given yet.
+    Args:
+        index: of the layer.
+        local: the file's names and shapes.
+        known: the shapes of all global names.
+        tied: the keys that are not yet assigned to a file.
     """
     if any(f"{index}.{name}" in known for name in local):
         return None
@@ -118,12 +132,15 @@ def key_of_layer(
 
 
 def global_name(index: int, key: str | None, local: str) -> str:
-    """The name of a parameter of layer `index`, or of the tied layer `key`."""
+    """Return the global name of a parameter of layer `index`, or of the tied layer `key`."""
     return f"{index}.{local}" if key is None else f"{TIED}{key}.{local}"
 
 
 def layer_and_local(name: str, tied: Mapping[str, int]) -> tuple[int, str]:
-    """The layer in whose file a parameter lies, its name there: `global_name` backwards. tied: key -> layer."""
+    """Return (layer in whose file a parameter is stored, its name there): the inverse of `global_name`.
+
+    tied: key -> layer.
+    """
     if name.startswith(TIED):
         key, _, local = name[len(TIED) :].partition(".")
         return tied.get(key, 0), local

@@ -270,7 +270,7 @@ def faults_of_ranks(parts: Iterable[tuple[str, str]], hints: LoraHints | None) -
     """Return the number of tensor ranks, and the reasons why their tensors don't form an adapter of the whole weights.
 
     Args:
-        parts: (module, kind) of each tensor; kind is "a", "b" or "magnitude".
+        parts: (module, kind) of each tensor; the kind is the part of the adapter, such as "b" or "magnitude".
         hints: of the run, None if there are none.
     """
     ranks = (hints.tensor_ranks if hints is not None else None) or 1

@@ -1,4 +1,5 @@
-"""`deepspeed-universal`: DeepSpeed's own layout-free checkpoint, a folder a parameter and a file a state.
+"""`deepspeed-universal`: DeepSpeed's own layout-free checkpoint, with a folder for each parameter and a file for each
+state.
 
     ROOT/latest_universal                                   "global_step3_universal"
     ROOT/global_step3_universal/zero/embed.weight/fp32.pt   {"cat_dim": 0, "param": T (37 x 10)}
@@ -6,22 +7,21 @@
     ROOT/global_step3_universal/zero/optimizer_state.pt     {"param_groups": [...], "loss_scaler": ..., ...}
     ROOT/global_step3_universal/mp_rank_00_model_states.pt  as the checkpoint had it: module, counters, client state
 
-The one idea: every tensor is whole and has its name as its folder's, so nothing has to be put together; what is left to
-know are shapes (ZeRO 3 writes flat tensors without) and which copies are only copies.
+The one idea: every tensor is stored whole, in a folder of its name, so nothing has to be put together. What has to be
+found out are shapes (ZeRO 3 writes flat tensors without them), and which files only repeat another tensor.
 
 Specification (DeepSpeed 0.19.8 `checkpoint/ds_to_universal.py`, `checkpoint/universal_checkpoint.py`,
 `runtime/base_optimizer.py`, `runtime/zero/stage3.py`, `runtime/engine.py`; checked on files of that version):
 
 * `zero/NAME/STATE.pt`, from stage 1 and 2: a dict of `param` (the tensor in its real shape) and how tensor parallel
-    ranks cut
-  it: `cat_dim`, or `param_n_sub_params`, `sub_param_shape`; `vocab_tensor` (its padding is cut off); `is_expert_param`
-  and `ep_num_experts` (AutoEP, experts stacked). From stage 3: a bare flat tensor, its shape in `param_shapes` alone.
-  `fp32` is the state `master`. `step.pt`: a bare 0-d tensor or a number, equal in a group; stage 3 has none, its step
-  lies in `optimizer_state.pt` under `optimizer_state_dict.state`.
-* A folder with `fp32.pt` alone: a parameter that never had a gradient if `param_shapes` lists it; else a buffer, a
-  frozen parameter or an alias, of which the converter copied the module's value: no state of its own, a note says so.
-* `zero/optimizer_state.pt`: what the first optimizer file had beside its partitions, and `param_groups`; from stage 3
-  the whole first optimizer file, flat shards of rank 0 included (repeated values, not read).
+  ranks cut it: `cat_dim`, or `param_n_sub_params`, `sub_param_shape`; `vocab_tensor` (its padding is cut off);
+  `is_expert_param` and `ep_num_experts` (AutoEP, experts stacked). From stage 3: a bare flat tensor, whose shape is
+  only in `param_shapes`. `fp32` is the state `master`. `step.pt`: a bare 0-d tensor or a number, equal in a group;
+  stage 3 has none, its step is in `optimizer_state.pt` under `optimizer_state_dict.state`.
+* A folder with only `fp32.pt`: a parameter that never had a gradient if `param_shapes` lists it; else a buffer, a
+  frozen parameter or an alias, of which the converter copied the module's value: it is no state, and a note reports it.
+* `zero/optimizer_state.pt`: the content of the first optimizer file without its partitions, and `param_groups`; from
+  stage 3 the whole first optimizer file, flat shards of rank 0 included (repeated values, not read).
 * `mp_rank_XX_model_states.pt` (stage 0-2), `zero_pp_rank_D_mp_rank_XX_model_states.pt` (stage 3): copies of the
   checkpoint's (`deepspeed.zero.format`). `module`: state `model`. Several model ranks: of a pipeline none has a module;
   of tensor parallel ranks each has a slice, 16-bit copies of what is whole in `zero/`: not read, a note says so.

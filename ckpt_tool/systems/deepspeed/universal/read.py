@@ -1,9 +1,9 @@
-"""A universal checkpoint of DeepSpeed as a catalog. Layout and names: `deepspeed.universal`.
+"""Reads a universal checkpoint of DeepSpeed into a catalog. Layout and names: `deepspeed.universal`.
 
 Three steps: the module files (names, shapes and ties, the 16-bit model, frozen parameters, client state), the folders
 below `zero/`, the optimizer's options. The module files are copies of the checkpoint's own (`deepspeed.files`), or
-ours (`deepspeed.universal.target`). Cost: a pickle a file; of ZeRO 3's many module files only the first, and the others
-where frozen parameters lie in shares.
+ours (`deepspeed.universal.target`). Cost: a pickle for each file; of ZeRO 3's many module files only the first is read,
+and the others if frozen parameters are stored in shares.
 """
 
 from __future__ import annotations
@@ -57,18 +57,21 @@ from ckpt_tool.systems.deepspeed.zero.read import COUNTERS, same
 
 @dataclass(slots=True)
 class _Param:
-    """A folder below `zero/`."""
+    """The content of a parameter's folder below `zero/`."""
 
-    arrays: dict[str, StoredArray] = field(default_factory=dict)  # state -> where it lies
-    # what stands beside the tensor of how tensor parallel ranks cut it, None where it is nothing but `cat_dim: 0`
+    arrays: dict[str, StoredArray] = field(default_factory=dict)  # state -> its stored array
+    # the values next to the tensor (how tensor parallel ranks cut it), None if that is only `cat_dim: 0`
     facts: dict[str, Any] | None = None
-    states: set[str] = field(default_factory=set)  # of which there is a file
-    step: float | int | None = None  # its number
+    states: set[str] = field(default_factory=set)  # states that have a file
+    step: float | int | None = None  # the value in `step.pt`
 
 
 class UniversalReader:
-    """One universal checkpoint and what was found in it so far. values, buffers: of the first module file. shapes: of
-    each group (stage 3: sub-group), name -> shape."""
+    """One universal checkpoint and what was read of it so far.
+
+    values, buffers: of the first module file. shapes: for each group (stage 3: sub-group), name -> shape. shared: alias
+    -> kept name.
+    """
 
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
@@ -84,7 +87,7 @@ class UniversalReader:
         self.shared: dict[str, str] = {}
 
     def catalog(self, *, required: bool) -> Catalog:
-        """Everything. required: refuse files without CRCs."""
+        """Return the catalog of the whole checkpoint. required: refuse files without CRCs."""
         folders = self._folders()
         files = sort_files(self.tree.names())
         state = self._optimizer_state()
@@ -116,7 +119,7 @@ class UniversalReader:
     # -- which files ---------------------------------------------------------------------------------------------------
 
     def _folders(self) -> dict[str, dict[str, str]]:
-        """Parameter -> state -> file. Raises UnknownFormat E0393."""
+        """Return {parameter: {state: file}}. Raises UnknownFormat E0393 if there is no parameter."""
         out: dict[str, dict[str, str]] = {}
         for path in self.tree.listing():
             top, _, rest = path.partition("/")
@@ -155,8 +158,10 @@ class UniversalReader:
     # -- the module files ----------------------------------------------------------------------------------------------
 
     def _module_files(self, files: ZeroFiles, record: Recorded | None) -> None:
-        """Every one that is needed. Raises Incomplete E0302, InconsistentCheckpoint E0359 (shares of frozen
-        parameters)."""
+        """Read the module files that are needed: one for each model rank, and those with shares of frozen parameters.
+
+        Raises Incomplete E0302, InconsistentCheckpoint E0359 (shares of frozen parameters).
+        """
         names = [files.model[rank] for rank in sorted(files.model)]
         of_rank = {data: name for (data, model), name in sorted(files.model3.items()) if model == 0}
         if not names:
@@ -212,7 +217,10 @@ class UniversalReader:
         return file
 
     def _check_one_save(self, first: ModuleFile, others: Sequence[ModuleFile], *, alike: bool = False) -> None:
-        """Raise InconsistentCheckpoint E0359 for module files of another step; alike: or of another model."""
+        """Raise InconsistentCheckpoint E0359 if module files are of different steps.
+
+        alike: whether the files must list the same parameters, too.
+        """
         faults = []
         for file in others:
             mine = {key: file.values.get(key) for key in sorted(COUNTERS)}
@@ -230,7 +238,7 @@ class UniversalReader:
             raise disagree(*faults[0], faults=[what for what, _ in faults[1:]])
 
     def _module(self, file: ModuleFile, *, sliced: bool) -> None:
-        """Tensors of the first module file: the model, buffers, what the client kept."""
+        """Add the tensors of the first module file: the model, buffers, and those of the client's state."""
         known = {name: shape for group in (*self.shapes, file.frozen) for name, shape in group.items()}
         module: dict[str, StoredArray] = {}
         for name, array in file.module.items():
@@ -251,7 +259,7 @@ class UniversalReader:
             self.tensors[key] = LogicalTensor(key, array.shape, array.dtype, (Chunk(box, array, box), *tied))
 
     def _frozen_shares(self, first: ModuleFile, of_rank: Mapping[int, str]) -> None:
-        """Frozen parameters of ZeRO 3: each rank's file holds a share."""
+        """Add the frozen parameters of ZeRO 3, of which each rank's file holds a share."""
         ranks = self.values.get("dp_world_size")
         count = ranks if type(ranks) is int and 0 < ranks < 1 << 20 else 1
         gone = [MODEL3.format(data=rank, model=0) for rank in range(count) if rank not in of_rank]
@@ -278,9 +286,9 @@ class UniversalReader:
     # -- the folders ---------------------------------------------------------------------------------------------------
 
     def _param(self, name: str, contents: Mapping[str, TorchContent], files: Mapping[str, str]) -> _Param:
-        """A folder's files."""
+        """Return the content of a parameter's folder. contents, files: by state."""
         out = _Param(states=set(files))
-        hidden = dict[str, StoredArray]()
+        hidden = dict[str, StoredArray]()  # arrays that are stored without a shape; the folder's other states have it
         for state, content in contents.items():
             shown = self.tree.display(files[state])
             extras = content.extras if isinstance(content.extras, dict) else {}
@@ -309,7 +317,10 @@ class UniversalReader:
         return found
 
     def _whole(self, record: Recorded | None) -> None:
-        """Raise Incomplete unless every parameter has its folder, and the states that its group has."""
+        """Raise Incomplete unless every parameter has a folder with all states.
+
+        Without our record, a parameter that has any state of the optimizer must have all states that occur.
+        """
         if record is not None:
             wanted = {name: set(states) for states, names in record.folders for name in names}
         else:
@@ -331,7 +342,7 @@ class UniversalReader:
                 report_missing(fault, files=[f"zero/{name}/{state}.pt" for state in lacks])
 
     def _states(self, record: Recorded | None) -> None:
-        """The folders' tensors, state by state, in the order of the flat groups."""
+        """Add the tensors in the folders, state by state, in the order of the flat groups."""
         shapes = {name: shape for group in self.shapes for name, shape in group.items()}
         order = [name for name in shapes if name in self.params]
         order += [name for name in self.params if name not in shapes]
@@ -365,7 +376,8 @@ class UniversalReader:
             )
 
     def _own_shape(self, name: str, array: StoredArray) -> tuple[int, ...]:
-        """The tensor's shape where param_shapes does not list it: its own, or its model's where it lies flat."""
+        """Return the shape of a tensor that `param_shapes` does not list: its own, or its model's if it is stored
+        flat."""
         model = self.tensors.get(TensorKey(name))
         return (
             model.shape if model is not None and len(array.shape) == 1 and model.numel == array.numel else array.shape
@@ -374,7 +386,10 @@ class UniversalReader:
     # -- options -------------------------------------------------------------------------------------------------------
 
     def _groups(self, state: TorchContent) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """(parameter groups with names, their scalars). Raises InconsistentCheckpoint where a group's steps differ."""
+        """Return (parameter groups with names, their scalars).
+
+        Raises InconsistentCheckpoint E0359 if the steps in a group differ.
+        """
         extras = state.extras if isinstance(state.extras, dict) else {}
         groups = [dict(group) for group in extras.get("param_groups") or () if isinstance(group, Mapping)]
         steps: list[dict[str, Any]] = []
@@ -396,7 +411,7 @@ class UniversalReader:
         return groups, steps
 
     def _step_of_group(self, state: TorchContent, numbers: Sequence[int]) -> float | int | None:
-        """Stage 3: the step in the first rank's optimizer state."""
+        """Return the step in the first rank's optimizer state, which only stage 3 has; None if there is none."""
         for path, array in state.leaves:
             if path[:2] == ("optimizer_state_dict", "state") and path[2] in numbers and path[-1] == STEP:
                 found: float | int | None = number_of(self.tree, array)
@@ -447,7 +462,8 @@ def _differ(a: StoredArray, b: StoredArray) -> bool:
 
 
 def _shape_tensor(key: TensorKey, array: StoredArray, shape: Shape) -> LogicalTensor:
-    """A tensor of `shape` over an array of that shape, or a flat one. Raises InconsistentCheckpoint E0359."""
+    """Return a tensor of `shape` whose array has that shape or is flat. Raises InconsistentCheckpoint E0359
+    otherwise."""
     if array.shape != shape and (len(array.shape) != 1 or array.numel != prod(shape)):
         what = f"{key.state} has shape {list(array.shape)}, the parameter {list(shape)}"
         hint = "the file comes from another run: fetch the whole checkpoint again"

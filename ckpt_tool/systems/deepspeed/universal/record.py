@@ -1,17 +1,18 @@
-"""What `ckpt` itself notes in a universal checkpoint: the values that DeepSpeed has no key for, under `ckpt`.
+"""The record that `ckpt` adds to a universal checkpoint: the values that DeepSpeed has no key for, under `ckpt`.
 
-The one idea: DeepSpeed ignores keys that it does not know, so everything that a conversion must not lose lies in one
-dict in `zero/optimizer_state.pt`, while DeepSpeed's own keys are made from it where they can be. A reader that finds
-the record takes the extras from it; one that does not (DeepSpeed wrote the folder) takes DeepSpeed's keys.
+The one idea: DeepSpeed ignores keys that it does not know, so everything that a conversion must not lose is stored in
+one dict in `zero/optimizer_state.pt`, and DeepSpeed's own keys are made from it where possible. A reader that finds the
+record takes the extras from it; one that does not (DeepSpeed wrote the folder) takes DeepSpeed's keys.
 
     {"version": 1, "extras": {...}, "made": ["global_steps", ...], "hints": {"roots": ...}, "step": "group",
      "repeats": ["w", ...], "folders": [[["fp32", "exp_avg", "exp_avg_sq", "step"], ["w", ...]]]}
 
 extras: values whose keys DeepSpeed needs for itself. made: top-level keys of the module file that were made for
-DeepSpeed and are no extras. step: `tensor` (a `step` a parameter came with the source) or `group` (it was made from the
-extras).
-repeats: parameters without a master of their own, whose `fp32.pt` repeats the model. folders: which parameters have
-which files, so that a lost one is noticed. Data of a checkpoint: believed only as far as the types fit. Cost: nothing.
+DeepSpeed and are no extras. step: `tensor` (the source had a `step` for each parameter) or `group` (it was made from
+the extras). repeats: parameters without a master of their own, whose `fp32.pt` repeats the model. folders: the files of
+each parameter, so that a lost one is noticed. The record is data of a checkpoint: values of a wrong type are ignored.
+Cost:
+nothing.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from ckpt_tool.systems.deepspeed.files import LAYOUT_KEYS
 
 KEY = "ckpt"
 CUTS = (
-    "cuts"  # in the extras under `deepspeed`: parameter -> what stands beside its tensor, where not `cat_dim: 0` alone
+    "cuts"  # in the extras under `deepspeed`: parameter -> values next to its tensor, unless that is only `cat_dim: 0`
 )
-# in the module file: extras that are tensors, states without a folder
+# Keys in the module file: for extras that are tensors, and for states that get no folder.
 TENSORS = "ckpt_tensors"
 STATES = "ckpt_states"
 # Keys of a module file that DeepSpeed lays out; a foreign source's values under these names go into the record.
@@ -35,7 +36,7 @@ OWN_KEYS = LAYOUT_KEYS | {"deepspeed", KEY, TENSORS, STATES}
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """See the module."""
+    """The record; the module's docstring explains the fields."""
 
     extras: Mapping[str, Any] = field(default_factory=dict)
     made: tuple[str, ...] = ()
@@ -45,6 +46,7 @@ class Recorded:
     folders: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = ()
 
     def to_value(self) -> dict[str, Any]:
+        """Return the record as plain values, for a pickle."""
         return {
             "version": 1,
             "extras": dict(self.extras),
@@ -57,7 +59,7 @@ class Recorded:
 
     @staticmethod
     def from_value(value: Any) -> Recorded | None:
-        """The record; None where there is none of this version."""
+        """Return the record that `to_value` made, None if `value` is not one of this version."""
         if not isinstance(value, Mapping) or value.get("version") != 1:
             return None
         extras = value.get("extras")

@@ -1,6 +1,6 @@
-"""A universal checkpoint of DeepSpeed as files, for `load_universal_checkpoint`. Layout: `deepspeed.universal`.
+"""Plans the files of a universal checkpoint, for `load_universal_checkpoint`. Layout: `deepspeed.universal`.
 
-The one idea: DeepSpeed resumes from `zero/` alone (fp32 weights, moments, step) and from the counters of the module
+The one idea: DeepSpeed resumes only from `zero/` (fp32 weights, moments, step) and from the counters of the module
 file; so those are made from whatever the source calls them, and everything else goes where DeepSpeed does not look (the
 record).
 
@@ -43,13 +43,13 @@ from ckpt_tool.systems.deepspeed.zero.write import STAGE, VERSION
 NO_DTYPE = "E0242"
 SHOWN = 20
 _STATE = re.compile(r"[A-Za-z_]\w*")
-_BESIDE = frozenset({MODEL, EXTRAS, "ema"})  # states that DeepSpeed's optimizer would take for its own
+_BESIDE = frozenset({MODEL, EXTRAS, "ema"})  # states that get no folder: DeepSpeed's optimizer would load them
 _COUNTERS = ("skipped_steps", "global_steps", "global_samples")
 
 
 @dataclass(slots=True)
 class _Group:
-    """A parameter group."""
+    """A parameter group of the optimizer."""
 
     options: dict[str, Any] = field(default_factory=dict)  # without names
     names: list[str] = field(default_factory=list)
@@ -57,7 +57,7 @@ class _Group:
 
 
 def target(wanted: Wanted) -> Target:
-    """Every file, a parameter's in a folder of its name. Raises UsageError E0242 for dtypes that torch lacks."""
+    """Return the files of the new checkpoint. Raises UsageError E0242 for dtypes that torch lacks."""
     without = [tensor for tensor in wanted.tensors if tensor.dtype.torch is None]
     if without:
         raise UsageError(
@@ -80,9 +80,11 @@ def target(wanted: Wanted) -> Target:
 
 
 class _UniversalWriter:
-    """What is where. folders: parameter -> file (state) -> row of the wanted tensors. beside: rows of the states that
-    get no folder. repeats: parameters whose `fp32` is the model's. steps: parameter -> its group's step, None
-    if unknown."""
+    """Assigns every tensor to a file.
+
+    folders: parameter -> file (state) -> row of the wanted tensors. beside: rows of the states that get no folder.
+    repeats: parameters whose `fp32` is the model's. steps: parameter -> its group's step, None if unknown.
+    """
 
     def __init__(self, wanted: Wanted, extras: Mapping[str, Any]) -> None:
         self.wanted = wanted
@@ -117,7 +119,7 @@ class _UniversalWriter:
             else:
                 self.folders.setdefault(name, {})["fp32" if state == MASTER else state] = row
 
-        if not self.folders:  # weights alone: which are parameters and which buffers stands nowhere
+        if not self.folders:  # only weights: nothing states which of them are parameters and which are buffers
             described = self.described or Described()
             known = {*described.buffers, *described.shared, *described.frozen}
             self.folders = {name: {} for name in model if name not in known}

@@ -1,8 +1,8 @@
 """`deepspeed`: what `DeepSpeedEngine.save_checkpoint` writes: ZeRO 0 to 3, pipelines, DeepSpeed's own experts.
 
-The one idea: every rank's optimizer file is one flat line of numbers a group, and the module files say in which order
-which parameters stand in that line. So each parameter's fp32 weight and moments are a few runs of bytes in a few files,
-whatever the ranks were, and can be laid out for any other number of them.
+The one idea: every rank's optimizer file has one flat tensor for each group, and the module files list the parameters
+in it in their order. So each parameter's fp32 weight and moments are a few runs of bytes in a few files, whatever the
+ranks were, and can be resharded to any other number of ranks.
 
     2 ranks of ZeRO 1, parameters a (3 x 2) and b (4)      rank 0 [a a a a a a]  ->  a [master] = rank 0, 0..6
     flat line 10, padded to 12, partitions of 6            rank 1 [b b b b 0 0]      b [master] = rank 1, 0..4
@@ -29,12 +29,12 @@ Specification (DeepSpeed 0.19.8; `runtime/engine.py`, `runtime/zero/stage_1_and_
 Logical names are DeepSpeed's, experts under global numbers. States: `model` (the module: 16-bit weights, buffers,
 frozen parameters), `master` (fp32), `exp_avg`, `exp_avg_sq`, ... At stage 3 no 16-bit weights exist: `model` has
 buffers and frozen parameters, DeepSpeed rounds the rest from `master` (`--as-model master` makes it the model). `step`
-is one number a group and stands in the extras (`optimizer.scalars`); ranks and groups that disagree are an error. What
-a writer needs to know beside the values travels in the extras under `deepspeed` (`deepspeed.described`). Writing:
+is one number for each group and is stored in the extras (`optimizer.scalars`); ranks and groups that disagree are an
+error. Whatever else a writer needs to know is in the extras under `deepspeed` (`deepspeed.described`). Writing:
 `deepspeed.zero.write`.
 
 Cost: every file's pickle and directory; a few microseconds a parameter and rank. What it does not do: tensor parallel
-ranks, elastic checkpoints, AutoEP, NVMe: each is refused by name.
+ranks, elastic checkpoints, AutoEP, NVMe: each is refused with a message that names it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The module of a DeepSpeed checkpoint: 16-bit weights, buffers, frozen parameters, ties, layers, experts, client
 tensors.
 
-What lies where, by stage: 0-2 everything in `mp_rank_00_model_states.pt`; with a pipeline in layer files; experts in
-files of their own; at stage 3 buffers in every rank's file, frozen parameters in fragments (`ceil(n / ranks)` elements
-a rank), and of all others NOTHING: their 16-bit values are what DeepSpeed rounds from the fp32 ones when it resumes.
-`Module` gives the tensors as (key, tensor) and remembers what a writer needs. Source: DeepSpeed 0.19.8
+Where they are stored depends on the stage. 0-2: everything in `mp_rank_00_model_states.pt`, with a pipeline in layer
+files; experts in files of their own. 3: buffers in every rank's file, frozen parameters in fragments (`ceil(n / ranks)`
+elements a rank), and NOTHING of all others: DeepSpeed rounds their 16-bit values from the fp32 ones when it resumes.
+`Module` returns the tensors as (key, tensor) and records what a writer needs. Source: DeepSpeed 0.19.8
 `runtime/engine.py` (`_common_checkpoint_state`, `load_module_state_dict`), `runtime/pipe/module.py`. Cost: none beyond
 the pickles.
 """
@@ -34,21 +34,20 @@ K = TypeVar("K", int, tuple[int, int])
 
 @dataclass(slots=True)
 class Module:
-    """The module's tensors."""
+    """Reads the module files of one checkpoint and collects the module's tensors."""
 
     tree: Tree
     files: ZeroFiles
     modules: Mapping[tuple[int, int], ModuleFile]  # (data rank, model rank) -> file
-    trained: Mapping[str, Shape]  # shapes of the parameters that lie in flat tensors
+    trained: Mapping[str, Shape]  # shapes of the parameters that are stored in flat tensors
     dp: int
     pp: int
     stage: int
-    # name -> where it lies (several places: replicas)
-    arrays: dict[str, list[StoredArray]] = field(default_factory=dict)
+    arrays: dict[str, list[StoredArray]] = field(default_factory=dict)  # name -> its stored arrays, all replicas
     fragments: dict[str, LogicalTensor] = field(default_factory=dict)
     order: dict[str, None] = field(default_factory=dict)  # the names of the module
     buffers: dict[str, None] = field(default_factory=dict)
-    dtypes: Counter[str] = field(default_factory=Counter)  # how many parameters have which
+    dtypes: Counter[str] = field(default_factory=Counter)  # dtype -> number of parameters
     layers: dict[str, int] = field(default_factory=dict)  # of a pipeline, tied key -> layer
     moe: dict[int, str] = field(default_factory=dict)  # number of each MoE layer -> prefix
     shared: dict[str, str] = field(default_factory=dict)  # alias -> kept name
@@ -58,8 +57,10 @@ class Module:
     globals: dict[str, None] = field(default_factory=dict)
 
     def read(self) -> None:
-        """Everything. Raises InconsistentCheckpoint E0359 (shapes that contradict each other), Incomplete E0302
-        (parameters, experts)."""
+        """Read all module, layer and expert files.
+
+        Raises InconsistentCheckpoint E0359 (shapes that contradict each other), Incomplete E0302 (parameters, experts).
+        """
         for file in self.modules.values():
             self.shared |= file.shared
         for _, file in sorted(self.modules.items()):
@@ -73,11 +74,11 @@ class Module:
         self._client()
 
     def names(self) -> dict[str, None]:
-        """All of them, in the module's order."""
+        """Return the names of all tensors in the module's order."""
         return self.order | dict.fromkeys(self.arrays)
 
     def tensors(self) -> dict[TensorKey, LogicalTensor]:
-        """Whole tensors in the module's order."""
+        """Return the tensors that have values, in the module's order."""
         return {key: self._tensor(key) for key in map(TensorKey, self.names()) if self._is_stored(key.name)}
 
     def _is_stored(self, name: str) -> bool:
@@ -92,16 +93,17 @@ class Module:
         return LogicalTensor(key, first.shape, first.dtype, tuple(chunks))
 
     def parameters(self) -> dict[str, StoredArray]:
-        """What may have an optimizer's states: all but buffers and experts of other files."""
+        """Return the tensors that may have an optimizer's states: all except buffers and experts."""
         names = (name for name in self.names() if name not in self.buffers and expert_name_of(name) is None)
         return {name: self.arrays[name][0] for name in names if name in self.arrays}
 
     def experts(self) -> dict[str, StoredArray]:
-        """Experts in the order of layers, experts and parts."""
+        """Return the experts' tensors in the order of layers, experts and parts."""
         return {name: places[0] for name, places in self.arrays.items() if expert_name_of(name) is not None}
 
     def frozen(self) -> list[str]:
-        """Parameters that no optimizer knows: no buffers, no aliases of one that it knows."""
+        """Return the names of frozen parameters: those without optimizer states, except buffers and aliases of trained
+        parameters."""
         known = self.trained.keys() | self.buffers.keys()
         return [name for name in self.names() if name not in known and self.shared.get(name) not in self.trained]
 
@@ -124,7 +126,10 @@ class Module:
             self._add(name, array)
 
     def _add(self, name: str, array: StoredArray) -> None:
-        """One more place where `name` lies. The same bytes twice are one place."""
+        """Add a stored array of `name`, unless the same bytes are already listed.
+
+        Raises InconsistentCheckpoint E0359 if its shape is not that of the other arrays.
+        """
         places = self.arrays.setdefault(name, [])
         shape = self.trained.get(name, places[0].shape if places else array.shape)
         if array.shape != shape:
@@ -137,7 +142,7 @@ class Module:
             places.append(array)
 
     def _files_of(self, files: Mapping[K, str]) -> Iterator[tuple[K, str, dict[str, StoredArray]]]:
-        """(key, name, tensors) of files of named tensors alone."""
+        """Yield (key, file name, tensors) of files that hold only named tensors, in the order of the keys."""
         read = read_by_file((name for _, name in sorted(files.items())), lambda name: read_tensors(self.tree, name))
         for key, name in sorted(files.items()):
             arrays, content = read[name]
@@ -147,7 +152,7 @@ class Module:
             yield key, name, arrays
 
     def _layers(self) -> None:
-        """The layer files of a pipeline."""
+        """Read the layer files of a pipeline."""
         tied = dict(tied_keys(self.trained, self.shared))
         for index, _, arrays in self._files_of(self.files.layers):
             key = key_of_layer(index, {local: a.shape for local, a in arrays.items()}, self.trained, tied)
@@ -160,7 +165,10 @@ class Module:
                 self._add(name, array)
 
     def _experts(self) -> None:
-        """The expert files. Every expert that the optimizer knows must have one."""
+        """Read the expert files, and raise Incomplete E0302 unless every expert has one.
+
+        Experts are counted by the files, by the optimizer's names, and by `num_experts` in the first module file.
+        """
         for (layer, number), file, arrays in self._files_of(self.files.experts):
             for name, array in arrays.items():
                 found = expert_name_of(name)
@@ -202,7 +210,7 @@ class Module:
             )
 
     def _complete(self) -> None:
-        """Whatever the optimizer trains lies in the module, but at stage 3."""
+        """Raise Incomplete E0302 unless the module has all trained parameters; at stage 3 it has none of them."""
         if self.stage == 3:
             return
         absent = [name for name in self.trained if name not in self.arrays]
@@ -226,7 +234,7 @@ class Module:
             )
 
     def _frozen_shares(self) -> None:
-        """Frozen parameters at stage 3: a share in every rank's file."""
+        """Join the frozen parameters of stage 3, of which every rank's file holds a share."""
         for mp in range(self.pp):
             for name, shape in self.modules[0, mp].frozen.items():
                 chunks: list[Chunk] = []
@@ -242,7 +250,10 @@ class Module:
                 self.fragments[name] = LogicalTensor(TensorKey(name), shape, dtype, tuple(chunks))
 
     def _ties(self) -> None:
-        """An alias that lies elsewhere than the parameter it shares must hold the same values: the two are replicas."""
+        """List an alias and the parameter that it shares as replicas, if they are stored separately.
+
+        They must hold the same values; that is checked when replicas are compared.
+        """
         for alias, kept in self.shared.items():
             if alias in self.arrays and kept in self.arrays and alias != kept:
                 mine = list(self.arrays[alias])
@@ -253,7 +264,10 @@ class Module:
                     self._add(alias, array)
 
     def _client(self) -> None:
-        """Tensors of the client's state: of the first file; those of other ranks are named. Averages are a state."""
+        """Add the tensors of the client's state in the first file; those of other ranks are reported.
+
+        Averages of weights become the state `EMA`, all others extras.
+        """
         first, *others = (file for _, file in sorted(self.modules.items()))
         for path, array in first.others:
             averaged = len(path) == 2 and is_average(str(path[0]))

@@ -1,9 +1,10 @@
-"""The optimizer without ZeRO, as torch saved it: numbers for parameters, given names here.
+"""The optimizer without ZeRO, as torch saved it: it numbers the parameters; this module finds their names.
 
     {"module": {"w": T}, "optimizer": {"state": {0: {"step": T, "exp_avg": T}}, "param_groups": [{"params": [0]}]}}
     ->  w, w [step], w [exp_avg]
 
-It lies in the module files, or with experts in a file for each expert rank, of the dense parameters and its experts:
+It is stored in the module files or, if there are experts, in a file for each expert rank, which has the dense
+parameters and the rank's experts:
 
     expp_rank_1_mp_rank_00_optim_states.pt
           {"optimizer": {"state": {0: ..., 11: ...}, "param_groups": [{...}, {"moe": True, ...}]}}

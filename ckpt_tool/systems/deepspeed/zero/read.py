@@ -1,10 +1,10 @@
-"""All files of a DeepSpeed checkpoint as one catalog: which must be there, that they are of one save, what they hold.
+"""Reads all files of a DeepSpeed checkpoint into one catalog: checks that none is missing and all belong to one save.
 
-The module files say names and shapes in flat order, from which `deepspeed.job` says what every rank's flat tensors
-hold; a `ZeroReader` compares that with what the optimizer files have and makes chunks of it. At stage 3 every data rank
+The module files list names and shapes in flat order, from which `deepspeed.job` derives the content of every rank's
+flat tensors; a `ZeroReader` compares it with the optimizer files and makes chunks of it. At stage 3 every data rank
 writes `param_shapes`, `frozen_param_shapes`, `buffer_names` of the whole model stage, and the flat tensors of all ranks
-are cut by one of them: a rank that lists others has a flat tensor of another model, or was edited, and a name that its
-own module does not have is no parameter of this model.
+are cut by the first rank's: a rank with other lists has the flat tensors of another model, or was edited, and a listed
+name that the rank's own module does not have is no parameter of this model.
 
     zero_pp_rank_1_..._states.pt: param_shapes[0] has w2 [23, 10] at place 3, but w1 [10, 23] in zero_pp_rank_0_...
 
@@ -52,7 +52,8 @@ from ckpt_tool.systems.deepspeed.stored_names import expert_name_of, global_name
 from ckpt_tool.systems.deepspeed.zero.module import Module
 from ckpt_tool.systems.deepspeed.zero.plain_optimizer import PlainOptimizer, of_experts, of_modules
 
-FILES = 1 << 20  # ranks of one checkpoint
+FILES = 1 << 20  # the most ranks of one checkpoint; more means a damaged file
+# Values of a module file that must be equal on all ranks of one save.
 COUNTERS = frozenset(
     {"global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size", "ds_version"}
 )
@@ -61,7 +62,7 @@ _OF_THE_JOB = ("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions
 
 
 def read(tree: Tree) -> Catalog:
-    """The catalog. Raises as `deepspeed.zero.format` says."""
+    """Return the catalog of the checkpoint. `deepspeed.zero.format` lists the errors."""
     files = sort_files(tree.names())
     if not files:
         raise UnknownFormat(
@@ -83,7 +84,7 @@ def read(tree: Tree) -> Catalog:
 
 @dataclass(slots=True)
 class ZeroReader:
-    """The files of one checkpoint and what was found in them so far."""
+    """The files of one checkpoint and what was read of them so far."""
 
     tree: Tree
     files: ZeroFiles
@@ -91,11 +92,11 @@ class ZeroReader:
     modules: dict[tuple[int, int], ModuleFile] = field(default_factory=dict)
     optimizers: dict[tuple[int, int], OptimizerFile] = field(default_factory=dict)
     config: Config = Config()
-    # of all parameters of flat tensors, in the order in which they are met
+    # of all parameters of flat tensors, in the order of first appearance
     shapes: dict[str, Shape] = field(default_factory=dict)
     chunks: dict[TensorKey, list[Chunk]] = field(default_factory=dict)
     states: dict[str, None] = field(default_factory=dict)
-    # of each pipeline stage and parameter group the names in the group's own order
+    # for each pipeline stage and parameter group, the names in the group's own order
     stages: list[list[list[str]]] = field(default_factory=list)
     tied: frozenset[str] = frozenset()
     notes: list[Note] = field(default_factory=list)
@@ -157,7 +158,10 @@ class ZeroReader:
         self._check_one_save()
 
     def _read_first_module(self, names: Mapping[tuple[int, int], str]) -> ModuleFile:
-        """The first module file, which says how many there are. Where it does not read, the others are tried too."""
+        """Return the first module file, which states the number of ranks.
+
+        If it can't be read, the other files are read too, so that the error lists all damaged files.
+        """
         try:
             return read_module(self.tree, names[min(names)])
         except InputError:
@@ -165,7 +169,7 @@ class ZeroReader:
             raise
 
     def _read_all(self, names: Mapping[tuple[int, int], str], known: Mapping[str, ModuleFile]) -> None:
-        """Every file of the module and of the optimizer; those that do not read are named at once."""
+        """Read every module and optimizer file; one error lists all files that can't be read."""
         modules = {name: rank for rank, name in sorted(names.items())}
         optimizers = {name: rank for rank, name in sorted(self.files.optim.items())}
 
@@ -181,7 +185,8 @@ class ZeroReader:
         read_each((*modules, *optimizers), read)
 
     def _count_model_ranks(self, first: ModuleFile) -> int:
-        """Model ranks, all of them pipeline stages: tensor parallel ranks are refused."""
+        """Return the number of model ranks, all of them pipeline stages. Tensor parallel ranks raise InputError
+        E0356."""
         models = first.count("mp_world_size")
         dims = first.values.get("checkpoint_parallel_dimensions")
         tp = dims.get("tp_degree") if isinstance(dims, dict) else None
@@ -222,8 +227,10 @@ class ZeroReader:
     # -- of one save ---------------------------------------------------------------------------------------------------
 
     def _check_one_save(self) -> None:
-        """Raise InconsistentCheckpoint E0359 where ranks disagree in a counter, an option or a scalar: then they are of
-        different steps, or of different runs."""
+        """Raise InconsistentCheckpoint E0359 if ranks disagree in a counter, an option or a scalar.
+
+        Such ranks are of different steps, or of different runs.
+        """
         modules = list(self.modules.values())
 
         # Each rank is compared with the first; what only one rank knows may differ.
@@ -252,8 +259,8 @@ class ZeroReader:
         self._check_steps()
 
     def _check_lists(self) -> None:
-        """Raise InconsistentCheckpoint E0359 for all data ranks of one stage that list other parameters, and for lists
-        that contradict the module next to them."""
+        """Raise InconsistentCheckpoint E0359 for data ranks that list other parameters than rank 0 of their stage, and
+        for lists that contradict the module in the same file."""
         faults: list[tuple[str, str]] = []
         for (_, mp), file in sorted(self.modules.items()):
             first = self.modules[0, mp]
