@@ -1,12 +1,11 @@
-"""Links inside a checkpoint: which of them are followed, and what the others are.
+"""Symbolic links inside a checkpoint: which of them are followed, and why others are not.
 
-    iter_5/model.safetensors -> ../shared/model.safetensors  followed where the user gave the folder above both
-    snapshots/REV/config.json -> ../../blobs/1f2e            followed: so a Hugging Face cache keeps its files
+    iter_5/model.safetensors -> ../shared/model.safetensors  followed if the user gave the folder above both
+    snapshots/REV/config.json -> ../../blobs/1f2e            followed: a Hugging Face cache stores files this way
     mp_rank_01 -> /mnt/other/mp_rank_01                     "a link that leaves the folder": only with --follow-symlinks
 
-A link is followed by its resolved path, which is opened once more from the folder that it lies below, component by
-component without following anything: a link that is swapped in between is refused. Cost: one `realpath` a link, none
-where there are none.
+To follow a link, its path is resolved, and the result is opened from the allowed folder above it, component by
+component without following links: a link that is swapped in between is refused. Cost: one `realpath` per link.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ _FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class Bounds(NamedTuple):
-    """Where links may lead."""
+    """The folders into which links may lead."""
 
     within: str  # the folder that the user gave, resolved
-    blobs: str | None  # of the Hugging Face cache that it lies in, None elsewhere
+    blobs: str | None  # `blobs/` of the Hugging Face cache that contains that folder, None if it is in no cache
 
     @classmethod
     def of(cls, root: Path) -> Bounds:
@@ -45,8 +44,8 @@ class Bounds(NamedTuple):
         return cls(str(real), None)
 
     def inside(self, path: str | os.PathLike[str]) -> tuple[str, str] | None:
-        """(bound, path below it) of what the link at `path` leads to, whether it is there or not; None where it
-        leaves. Raises StorageError."""
+        """Returns (allowed folder, path below it) of the target of the link at `path`, which need not exist; None if
+        the target is outside. Raises StorageError."""
         try:
             real = real_path(path)
         except OSError as e:
@@ -57,11 +56,11 @@ class Bounds(NamedTuple):
         return None
 
     def holds(self, folder: str) -> bool:
-        """Does this resolved folder lie in the one that the user gave?"""
+        """Is this resolved folder inside the one that the user gave?"""
         return folder.startswith(os.path.join(self.within, ""))
 
     def why_not(self, path: str | os.PathLike[str]) -> str | None:
-        """Why the link at `path` is not followed to a file or a folder, None where it is. Raises StorageError."""
+        """The reason why the link at `path` is not followed, None if it is. Raises StorageError."""
         try:
             os.stat(path)
         except OSError as e:
@@ -77,9 +76,11 @@ class Bounds(NamedTuple):
 
 
 def real_path(path: str | os.PathLike[str]) -> str:
-    """Where a path leads; where it leads nowhere, what it names. Raises OSError where the system does not answer:
-    `os.path.realpath` then takes a link for a plain name, and what the link leads to would seem to be needed by
-    nobody."""
+    """The resolved path, also of a link whose target does not exist.
+
+    Raises OSError for failures of the system: `os.path.realpath` would then treat a link as a plain name, and callers
+    would conclude that nothing refers to the link's target.
+    """
     try:
         return os.path.realpath(path, strict=True)
     except OSError as e:

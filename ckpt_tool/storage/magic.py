@@ -1,9 +1,9 @@
-"""What a file is, by its first bytes: so that a message can say what lies there instead of what was wanted.
+"""Recognises a file by its first bytes, so that a message can name what was found instead of what was expected.
 
     >>> what_is(b"version https://git-lfs.github.com/spec/v1\\noid sha256:")
     'a Git LFS pointer, not the file itself'
 
-Never decides what is read; a name here gives no right to anything. Cost: a few comparisons.
+For messages only: a file is never read, or trusted, because of what is recognised here. Cost: a few comparisons.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from ckpt_tool.storage.source import Tree
 
 TAIL_LIMIT = 22 + 65_535  # bytes: a zip's end record and its longest comment (APPNOTE 4.3.16)
-HEAD = 512  # bytes that tell every kind; 64 tell all but archives that name themselves later
+HEAD = 512  # bytes that identify every kind; 64 are enough for all but tar and some .npz archives
 NPZ = "a NumPy .npz archive"
 _LEGACY_TORCH = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")  # torch 2.13 serialization.MAGIC_NUMBER as pickled
 
@@ -37,7 +37,7 @@ _STARTS: tuple[tuple[bytes, str, str], ...] = (
 
 
 def is_lfs_pointer(head: bytes) -> bool:
-    """Does a file that starts so stand for another that Git LFS did not fetch?"""
+    """Is a file that starts with `head` a Git LFS pointer, whose content was not fetched?"""
     return head.startswith(_LFS)
 
 
@@ -48,7 +48,7 @@ def what_is(head: bytes) -> str | None:
 
 
 def advice(head: bytes) -> str | None:
-    """What to do with such a file."""
+    """What the user can do with a file that starts with `head`; None when nothing is recognised."""
     found = _recognise(head)
     return found[1] if found else None
 
@@ -111,9 +111,9 @@ def ends_as_zip(tree: Tree, path: str, *, size: int, tail: bytes, anchored: bool
 
 
 def _directory_fits(tree: Tree, path: str, end_at: int, record: bytes, *, anchored: bool) -> bool:
-    """record: the 22 bytes of the end record, which lies at `end_at`."""
+    """Is there a central directory that agrees with the end record? record: its 22 bytes, found at byte `end_at`."""
     entries, nbytes, offset = (int.from_bytes(record[a:b], "little") for a, b in ((10, 12), (12, 16), (16, 20)))
-    if 0xFFFFFFFF in (nbytes, offset) or entries == 0xFFFF:  # zip64: its locator lies right before
+    if 0xFFFFFFFF in (nbytes, offset) or entries == 0xFFFF:  # zip64: the locator is directly before the end record
         locator = tree.read(path, end_at - 20, 20) if end_at >= 20 else b""
         record_at = int.from_bytes(locator[8:16], "little")
         return locator[:4] == b"PK\x06\x07" and (not anchored or record_at + 56 == end_at - 20)

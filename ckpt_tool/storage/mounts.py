@@ -2,8 +2,8 @@
 
     run/checkpoint-100/eval        a file system of its own, or a folder of this one that is bound there
 
-A bound folder (`mount --bind`, a volume of a container) has the device of the file system around it, so `st_dev` does
-not tell; the kernel's list does. Cost: one read of that list. Systems without it have no such mounts.
+A bound folder (`mount --bind`, a volume of a container) has the device number of the file system around it, so it can't
+be found by `st_dev`, only in the kernel's list. Cost: one read of that list. Systems without it have no such mounts.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def remove_mark(path: Path, name: str) -> None:
 
 def _need_marks(path: Path) -> None:
     if "xattr" in _WITHOUT or not (hasattr(os, "setxattr") or sys.platform == "darwin"):
-        os.lstat(path)  # a path that is not there, or that the disk does not give, is told as such
+        os.lstat(path)  # raises first if the path does not exist or can't be read
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), os.fspath(path))
 
 

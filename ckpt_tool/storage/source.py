@@ -1,13 +1,13 @@
-"""Where bytes come from: a `Tree` of files below one root, read by `pread`, never mapped, never followed outside.
+"""A source of bytes: a `Tree` of files below one root, read with `pread`, never mapped, never followed outside.
 
-A tree is opened from what the user typed: a folder, or one file (then `single` is its name and the tree holds just
-that file and its siblings on request). Paths that come out of a checkpoint's own files are data: `safe_relative`
-refuses everything but plain relative paths, and opening walks them component by component with O_NOFOLLOW, so a
-link that leads out of the folder is refused (exit 4), a FIFO never blocks. Links that stay inside what the user gave
-are followed, and those of a Hugging Face cache into its own `blobs/` (`storage.links`).
+A tree is opened from the path that the user gave: a folder, or one file (then `single` is its name, and the tree lists
+that file alone; its siblings can be opened by name). Paths that come from a checkpoint's own files are untrusted data:
+`safe_relative` refuses everything but plain relative paths, and opening walks them component by component with
+O_NOFOLLOW, so a link that leads out of the folder is refused (exit 4), and a FIFO never blocks. Links whose target is
+inside the given folder are followed, and those of a Hugging Face cache into its own `blobs/` (`storage.links`).
 
-Cost: one open per file and thread (a small cache), one pread per call. `bytes_read` counts for the tests that hold
-readers to headers alone.
+Cost: one open per file and thread (a small cache), one pread per call. `bytes_read` is counted for tests, which check
+that readers of headers read nothing else.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Identity(NamedTuple):
 
 
 def identity_of(info: os.stat_result) -> Identity:
-    """What of a `stat` says whether a file is still the same."""
+    """The fields of a `stat` result by which an unchanged file is recognised."""
     return Identity(info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
 
 
@@ -65,8 +65,8 @@ def safe_relative(path: str, *, named_in: str, place: str | None = None) -> str:
     """`path` if it is a plain relative path of safe components, else UnsafeInput (exit 4).
 
     Args:
-        path: as a file of the checkpoint states it.
-        named_in: the file that states it, for the message.
+        path: as it was read from a file of the checkpoint.
+        named_in: that file, for the message.
         place: where in that file (JSON pointer, pickle position).
     """
     reason = unfit(path)
@@ -89,24 +89,24 @@ class Tree:
     """
 
     local = True
-    computed = False  # its values are made while they are read, so nobody has stated a digest of them
-    packed_in: Path | None = None  # the local archive whose members they are (`storage.archive`)
+    computed = False  # True: values are computed while they are read, so no digest of them is recorded anywhere
+    packed_in: Path | None = None  # the local archive whose members the files are (`storage.archive`)
     odd_links: dict[str, str] = {}  # links that were listed and are not followed -> what they are
-    # folders and files below the root that `listing` does not show -> why: whoever answers for everything that is there
-    # has to look at them too
+    # folders and files below the root that `listing` leaves out -> why: needed by commands that must account for
+    # everything in the folder
     left_out: dict[str, str] = {}
-    above: Tree | None = None  # the tree that this one is a folder of: its pointer file may have led here
+    above: Tree | None = None  # the tree that `below` was called on to make this one, of a sub-folder
     hidden: frozenset[str] = frozenset()  # files, as messages show them, that count as missing (`sources.damaged`)
 
     def __init__(
         self, path: str | os.PathLike[str], *, follow_symlinks: bool = False, bounds: Bounds | None = None
     ) -> None:
-        """bounds: of the tree that this one is a part of; its own where there is none."""
+        """bounds: where links may lead, if the tree is part of a larger one; by default inside this tree."""
         given = Path(path)
         self.shown = os.fspath(path)
         self.bytes_read = 0
         self._listing: dict[str, int] | None = None
-        self._folders = 0  # that were met while listing
+        self._folders = 0  # folders listed so far
         self._links = follow_symlinks
         self._seen: dict[str, Identity] = {}
         self._local = threading.local()
@@ -146,26 +146,26 @@ class Tree:
 
     @cached_property
     def met(self) -> Met:
-        """What readers met in the files so far."""
+        """What readers have learned about the files so far."""
         return Met()
 
     @cached_property
     def views(self) -> Views:
-        """The views of its files."""
+        """The decoded views of the tree's files."""
         return Views(self)
 
     def compute_rounded(self, path: str, start: int, dtype: DType, out: memoryview) -> bool:
-        """Fill `out` with elements of a computed file's line from `start` on, rounded to `dtype`. False where there is
-        no short way to them, or values may be lost in it: then they are read, and cast."""
+        """Fill `out` with elements of a computed file's line from `start` on, rounded to `dtype`. Returns False if this
+        is not supported, or if values might overflow: the caller then reads the values and casts them."""
         return False
 
     def files_behind(self, path: str) -> Iterator[tuple[Tree, str]]:
-        """The files whose bytes a file is made of: itself, unless it is computed."""
+        """Yields the (tree, path) of each file that `path` is made from: itself, unless it is computed."""
         yield self, base_of(path)
 
     def late_faults(self, paths: Iterable[str]) -> Iterator[CkptError]:
-        """What is wrong with files that were read and shows only at the end: of files that are computed, the damaged
-        records of what they are computed from."""
+        """Yields faults of files that can be detected only after they have been read: for computed files, damaged
+        records of their inputs."""
         return iter(())
 
     # -- listing ------------------------------------------------------------------------------------------------
@@ -173,8 +173,8 @@ class Tree:
     def listing(self) -> dict[str, int]:
         """Relative path -> size in bytes of every regular file (-1: not a regular file), sorted by path.
 
-        For a tree of one file only that file is listed. Names that are not UTF-8 come surrogate-escaped. What lies too
-        deep, and what an interrupted run of ours left behind, is not listed but noted in `left_out`.
+        For a tree of one file only that file is listed. Names that are not UTF-8 come surrogate-escaped. Files that are
+        too deep, and remains of an interrupted run of ckpt, are not listed but noted in `left_out`.
         Raises InconsistentCheckpoint (E0387) for names that differ only in case: which one is meant depends on the
         file system, and a copy on another one would lose a file.
         """
@@ -190,7 +190,8 @@ class Tree:
         return self._listing
 
     def _walk(self, prefix: str, real: str, found: dict[str, int], above: frozenset[str]) -> None:
-        """List a folder. real: its resolved path. above: those of the folders on the way to it, its own among them."""
+        """List a folder into `found`. real: its resolved path. above: the resolved paths of the folders on the way to
+        it and its own, to detect links that lead in a circle."""
         try:
             entries = sorted(os.scandir(self.root / prefix), key=lambda entry: entry.name)
         except OSError as e:
@@ -235,8 +236,8 @@ class Tree:
         return info.st_size if stat.S_ISREG(info.st_mode) else -1
 
     def _behind(self, path: str, above: frozenset[str]) -> tuple[int | None, str]:
-        """(size in bytes of the file that the link leads to, None for a folder, -1 where it is not followed, resolved
-        path)."""
+        """Returns (size in bytes of the link's target, resolved path). The size is None for a folder, and -1 if the
+        link is not followed."""
         try:
             real = real_path(self.root / path)
         except OSError as e:
@@ -285,11 +286,11 @@ class Tree:
         return [path for path in self.listing() if "/" not in path]
 
     def seen(self, names: Iterable[str]) -> list[str]:
-        """Those of `names` that a reader can judge: no links that are not followed, which are named as what they
-        are."""
+        """Those of `names` that can be read: without links that are not followed, which are reported as such."""
         return [name for name in names if name not in self.odd_links]
 
     def exists(self, path: str) -> bool:
+        """Is `path` in the listing?"""
         return path in self.listing()
 
     def below(self, folder: str) -> Tree:
@@ -305,8 +306,8 @@ class Tree:
     # -- reading ------------------------------------------------------------------------------------------------
 
     def open(self, path: str) -> int:
-        """A file descriptor for reading, the caller's to close. Refuses links, folders, devices, FIFOs, other folders'
-        files."""
+        """A file descriptor for reading, which the caller closes. Refuses links that leave the tree, folders, devices,
+        FIFOs, and files of other folders."""
         if path != self.single and leaves(path):
             safe_relative(path, named_in=self.shown)
         if self.hidden and self.display(path) in self.hidden:
@@ -390,7 +391,7 @@ class Tree:
         return first
 
     def identity_by_name(self, path: str) -> Identity:
-        """The identity of the file that now bears the name, opened anew."""
+        """The identity of the file that has the name now; it is opened again for this."""
         file = base_of(path)
         fd = self.open(file)
         try:
@@ -403,8 +404,8 @@ class Tree:
         return [self.identity_by_name(path) for path in paths]
 
     def check_unchanged(self, *, pointers: bool = True) -> None:
-        """Raise SourceChanged E0604 unless every file that was read or watched is still the one that was opened. A file
-        that is rewritten in place keeps its descriptor, so reading it does not tell.
+        """Raise SourceChanged E0604 unless every file that was read or watched is still the one that was opened.
+        Reading can't detect this: the descriptor of a file that is rewritten in place stays valid.
 
         Args:
             pointers: look at the folders above too, whose pointer files led here.
@@ -453,8 +454,8 @@ class Tree:
         return self.read(path, offset, nbytes)
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
-        """Exactly `nbytes` bytes from `offset`. Raises CorruptFile when the file ends before; checks first, so
-        a lying length costs no memory."""
+        """Exactly `nbytes` bytes from `offset`. Raises CorruptFile if the file ends before. The size is checked first,
+        so that a false length in a damaged file costs no memory."""
         if is_view(path):
             return self.views.read(path, offset, nbytes)
 

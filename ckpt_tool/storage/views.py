@@ -1,18 +1,20 @@
-"""Views of files: bytes that do not lie plainly in a file, under a path of their own that begins with the file's.
+"""Views of files: bytes that must be decoded before they can be read, under a path that begins with the file's path.
 
     x.pdparams//arrays                          the arrays of a pickle that are text (`inline_arrays`)
     x.pt//pickle@704+1200                       the arrays of the pickle that is 1200 bytes at 704
     d/3f2a//zstd@4096+1200=4194304              the 4 MiB that the 1200 bytes at 4096 decompress to
     d/3f2a//zstd@0+900=5000//zstd@120+80=256    of 80 bytes in the 5000 bytes that 900 decompress to
-    _METADATA//fill@0000803f                    four bytes that no file has: what stands for values that nobody stored
+    _METADATA//fill@0000803f                    four bytes that are in no file: the fill value of chunks not stored
 
-All that a view needs stands in its path, so a plan can name one. No real file can be called so: `safe_relative` refuses
-`//`, and no listing has it. `Tree` reads files and views alike, and counts a view's identity as its file's own.
+The path of a view contains everything that is needed to read it, so a plan can name one. No real file can have such a
+path: `safe_relative` refuses `//`, and no listing contains it. `Tree` reads files and views alike; the identity of a
+view is that of its file.
 
-What is compressed has no middle: it is decompressed whole, once, by the first thread that wants a byte of it, in pieces
-of 1 MiB. What comes to at most `SMALL` is kept in memory, `KEPT` of it at a time; the rest lies in a file without a
-name in the folder for temporary files (`TMPDIR`), of which at most half of what is free there is taken; then the older
-half is forgotten, and decompressed again when it is wanted. Memory: `KEPT`, and a window and a piece a thread.
+Compressed bytes can't be read from the middle: they are decompressed completely, once, by the first thread that needs a
+byte of them, in pieces of 1 MiB. Results of at most `SMALL` bytes are kept in memory, `KEPT` bytes in total; larger
+ones are written to an unnamed file in the folder for temporary files (`TMPDIR`), which takes at most half of the free
+space there. When it is full the older half is dropped, and decompressed again on demand. Memory: `KEPT`, plus a window
+and a piece per thread.
 """
 
 from __future__ import annotations
@@ -35,12 +37,12 @@ from ckpt_tool.storage.pickles.inline_arrays import INLINE, read_view
 if TYPE_CHECKING:
     from ckpt_tool.storage.source import Tree
 
-PIECE = 1 << 20  # bytes
-# bytes
-SMALL = PIECE
-KEPT = 32 << 20
-LARGEST_WINDOW = 128 << 20  # bytes: zstd's own bound on what it reads unasked
-LARGEST_RATIO = 1 << 15  # bytes that a byte comes to: zstd's blocks of one value, 128 KiB in 4 bytes; gzip has 1032
+PIECE = 1 << 20  # bytes that are decompressed at a time
+SMALL = PIECE  # bytes: results up to this size are kept in memory
+KEPT = 32 << 20  # bytes of all results in memory
+LARGEST_WINDOW = 128 << 20  # bytes: the largest window that zstd accepts by default
+# Bytes that one compressed byte can expand to: a zstd block of one value is 128 KiB in 4 bytes; gzip reaches 1032.
+LARGEST_RATIO = 1 << 15
 DAMAGED = "E2750"
 CODECS = ("zstd", "gzip")
 _FRAME = re.compile(r"(?P<codec>zstd|gzip)@(?P<at>\d{1,18})\+(?P<nbytes>\d{1,18})=(?P<size>\d{1,18})", re.ASCII)
@@ -48,7 +50,8 @@ _FILL = re.compile(r"fill@(?P<value>(?:[0-9a-f]{2}){1,16})", re.ASCII)
 
 
 def memory_of(paths: Iterable[str], threads: int) -> int:
-    """Bytes that reading these files and views takes beside buffers, at most, with windows as RFC 8878 has them."""
+    """Bytes of memory, in addition to buffers, that reading these files and views takes at most, with zstd windows of
+    the size that RFC 8878 recommends to support."""
     if all(compressed_of(path) is None for path in paths):
         return 0
     from ckpt_tool.storage.arrays.zstd_frames import WINDOW
@@ -67,25 +70,27 @@ class Compressed(NamedTuple):
 
     @property
     def view(self) -> str:
-        """The path of what they decompress to."""
+        """The path of the view of the decompressed bytes."""
         return f"{self.path}{VIEW}{self.codec}@{self.at}+{self.nbytes}={self.size}"
 
 
 def fill_view(path: str, value: bytes) -> str:
-    """The path of a value that no file has, for which file `path` says that it is not stored."""
+    """The path of the view of a fill value, used for chunks that are not stored according to file `path`."""
     return f"{path}{VIEW}fill@{value.hex()}"
 
 
 def compressed_of(path: str) -> Compressed | None:
-    """What a view's path says is compressed; None for views of another kind."""
+    """The compressed range that a view's path names; None for other views and for files."""
     inner, _, last = path.rpartition(VIEW)
     found = _FRAME.fullmatch(last)
     return found and Compressed(inner, int(found["at"]), int(found["nbytes"]), int(found["size"]), found["codec"])
 
 
 def behind(path: str, at: int, nbytes: int) -> tuple[str, int, int]:
-    """The range of a file that is read for a range of a view, or of a file: all that is compressed, for its first
-    bytes, and nothing for the others."""
+    """Returns (file, first byte, bytes) that are read for a range of a view or a file.
+
+    The first bytes of a view need all of the compressed bytes; later ones need nothing more.
+    """
     while (frame := compressed_of(path)) is not None:
         path = frame.path
         nbytes = frame.nbytes if at == 0 else 0
@@ -94,23 +99,30 @@ def behind(path: str, at: int, nbytes: int) -> tuple[str, int, int]:
 
 
 class _Decoder(Protocol):
-    def take(self, into: memoryview) -> None: ...
-    def end(self) -> None: ...
+    """Decompresses one stream, from start to end."""
+
+    def take(self, into: memoryview) -> None:
+        """Fill all of `into` with the next bytes."""
+        ...
+
+    def end(self) -> None:
+        """Raise unless the stream ends here."""
+        ...
 
 
 class _Gzip:
-    """What a gzip or zlib stream decompresses to, as `zstd_frames.Frame` reads a frame."""
+    """Decompresses a gzip or zlib stream; has the methods of `zstd_frames.Frame`."""
 
     def __init__(self, read: Callable[[int, int], bytes], size: int, fault: Callable[[str], CorruptFile]) -> None:
         self._read = read
         self._size = size
         self._fault = fault
         self._at = 0
-        self._stream = zlib.decompressobj(wbits=47)
+        self._stream = zlib.decompressobj(wbits=47)  # 32 + 15: detects zlib or gzip headers, largest window
         self._left = b""
 
     def _some(self, most: int) -> bytes:
-        """The next bytes, none at the end."""
+        """The next bytes, at most `most`; empty at the end of the stream."""
         while not self._stream.eof:
             if not self._left and self._at < self._size:
                 end = min(self._at + (64 << 10), self._size)
@@ -127,6 +139,7 @@ class _Gzip:
         return b""
 
     def take(self, into: memoryview) -> None:
+        """Fill all of `into` with the next bytes. Raises if there are not so many."""
         done = 0
         while done < len(into):
             data = self._some(len(into) - done)
@@ -136,12 +149,16 @@ class _Gzip:
             done += len(data)
 
     def end(self) -> None:
+        """Raise unless the stream and the compressed bytes end here."""
         if self._some(1) or self._left or self._stream.unused_data or self._at < self._size:
             raise self._fault("it holds more than is wanted")
 
 
 class _Held:
-    """What is known of one view. lock: held by who decompresses it. data: its bytes; or file, at: where they lie."""
+    """The decompressed bytes of one view: in `data`, or in `file` from byte `at` on.
+
+    lock: held by the thread that decompresses the view. ready: False until that is done.
+    """
 
     def __init__(self, file: IO[bytes] | None = None, at: int = 0) -> None:
         self.lock = threading.Lock()
@@ -157,14 +174,14 @@ class Views:
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
         self._lock = threading.Lock()
-        self._arrays: tuple[str, bytes] | None = None  # one at a time: files are read one behind the other
+        self._arrays: tuple[str, bytes] | None = None  # only the last one: files are read one after the other
         self._small: OrderedDict[str, _Held] = OrderedDict()
         self._kept = 0  # bytes
-        self._halves: list[tuple[IO[bytes], dict[str, _Held]]] = []  # the files without a name, the newer one last
-        self._end = self._most = 0  # bytes of the newer one
+        self._halves: list[tuple[IO[bytes], dict[str, _Held]]] = []  # at most two unnamed files, the newer one last
+        self._end = self._most = 0  # of the newer one: bytes used, bytes that it may take
 
     def size(self, path: str) -> int:
-        """Size in bytes."""
+        """The size of a view in bytes."""
         last = path.rpartition(VIEW)[2]
         if (frame := compressed_of(path)) is not None:
             return frame.size
@@ -173,7 +190,7 @@ class Views:
         return len(self._array_bytes(path))
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
-        """Bytes of a view. Raises CorruptFile E0311 where it has not so many, E2750 for what does not decompress."""
+        """Bytes of a view. Raises CorruptFile: E0311 if the view is shorter, E2750 if it can't be decompressed."""
         size = self.size(path)
         if offset < 0 or nbytes < 0 or offset + nbytes > size:
             what = "its arrays" if path.endswith(INLINE) else f"its view {path.rpartition(VIEW)[2]}"
@@ -222,13 +239,14 @@ class Views:
             )
 
     def _place(self, path: str, size: int) -> _Held:
-        """Room for a view in the newer file, in a new one where that is full."""
+        """Reserve room for a view in the newer file, or in a new file if that one is full."""
         try:
             free = disk_usage(gettempdir()).free
             if size > free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if not self._halves or (self._end and self._end + size > self._most):
-                self._halves = [*self._halves[-1:], (TemporaryFile(), {})]  # who still reads the older holds it open
+                # threads that still read the older file keep it open
+                self._halves = [*self._halves[-1:], (TemporaryFile(), {})]
                 self._end = 0
                 self._most = free // 4
         except OSError as e:
@@ -239,7 +257,7 @@ class Views:
         return held
 
     def _decompress(self, path: str, frame: Compressed, held: _Held) -> None:
-        """Make a view ready. Its lock is held."""
+        """Decompress a view. The caller holds its lock."""
         decoder = self._decoder(frame)
         room = memoryview(bytearray(min(PIECE, frame.size)))
         for done in range(0, frame.size, PIECE):
@@ -252,7 +270,7 @@ class Views:
         if held.file is None:
             held.data = bytes(room)
             with self._lock:
-                self._kept += frame.size if self._small.get(path) is held else 0  # others may have put it out
+                self._kept += frame.size if self._small.get(path) is held else 0  # 0 if it was evicted meanwhile
                 while self._kept > KEPT:
                     self._kept -= len(self._small.popitem(last=False)[1].data)
 

@@ -8,10 +8,11 @@ Specification (tensorstore 0.1.86 `kvstore/ocdbt/index.rst`, `format/*.cc`):
 * Manifest and nodes: magic (u32, big-endian), length of all (u64, little-endian), version 0, compression (0, or 1:
   zstd), the body, CRC-32C of all before it (u32, little-endian). Numbers below are varints (LEB128) unless a width is
   given.
-* Manifest body: uuid (16 bytes), kind (0: this file has the versions), bytes of a value that lies in a node, of a node,
+* Manifest body: uuid (16 bytes), kind (0: this file has the versions), bytes of a value that is stored in a node, of a
+node,
   log2 of the versions' arity (u8), compression (1 is followed by its level, i32). Then a table of files and the newest
   versions, **a column a field**: count; generation, height of the root (u8), file, offset, length of the root, keys,
-  bytes of the tree, bytes of values, time (u64). The newest is the last. Older ones lie in nodes that nobody reads
+  bytes of the tree, bytes of values, time (u64). The newest is the last. Older ones are in nodes that are not read
   here.
 * Table of files: count; lengths of the prefix shared with the path before (but the first), of the rest, of the base;
   the rests. A path is relative to the bases of the nodes that lead to it.
@@ -20,7 +21,7 @@ Specification (tensorstore 0.1.86 `kvstore/ocdbt/index.rst`, `format/*.cc`):
   themselves; of an inner node: file, offset, length, keys, bytes of the tree, bytes of values of each child.
 
 Read: every node, once; a value in a node that is compressed is a part of a view (`storage.views`). Cost: 3 us a key.
-What it does not do: older versions, manifests that lie apart (kind 1), which Orbax does not write.
+What it does not do: older versions, separate manifests (kind 1), which Orbax does not write.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Value(NamedTuple):
 
 
 class _Child(NamedTuple):
-    """A node: where it lies, below which folder its own files are, and what its keys begin with."""
+    """A node: its place in a file, the folder of the files that it names, and the prefix of its keys."""
 
     path: str
     base: str
@@ -73,7 +74,7 @@ class _Child(NamedTuple):
 
 
 class _Body:
-    """The body of the manifest or of a node, read forward. view: where its bytes lie as a file's or a view's."""
+    """The body of the manifest or of a node, read forwards. view: (path of a file or view, offset) of its bytes."""
 
     def __init__(self, shown: str, place: int, body: bytes, view: tuple[str, int]) -> None:
         self.shown = shown
@@ -176,7 +177,8 @@ class _Body:
 
 
 def read_keys(tree: Tree, folder: str = "") -> dict[str, Value]:
-    """Key -> where its value lies, in the keys' order. folder: that of the manifest below the tree, "" or with a slash.
+    """Returns key -> place of its value, sorted by key. folder: that of the manifest below the tree, "" or with a
+    slash.
 
     Raises CorruptFile E2751 for a manifest or node that is none, InputError E2752 for a manifest of another kind,
     UnsafeInput E0410 for files elsewhere, and what reading raises.
@@ -281,7 +283,7 @@ def _node(tree: Tree, child: _Child, found: dict[str, Value]) -> list[_Child]:
 
 
 def _opened(tree: Tree, path: str, offset: int, nbytes: int, magic: int, most: int) -> _Body:
-    """The body of what lies there, checked by its CRC-32C, decompressed."""
+    """The body of a manifest or node, its CRC-32C verified, decompressed. most: bytes that it may have."""
     shown = tree.display(path)
 
     def fault(message: str) -> CorruptFile:
@@ -324,8 +326,8 @@ class OcdbtNode(NamedTuple):
     """A value to write."""
 
     key: bytes  # UTF-8
-    # its bytes, which lie in the tree; None for one that lies in a file: the number of the file, where it begins and
-    # its length, in bytes
+    # data: the bytes of a value that is stored in the tree. None for a value in a file: then its file number, offset
+    # and length in bytes.
     data: bytes | None
     file: int = 0
     offset: int = 0
@@ -363,7 +365,7 @@ def encode(files: Sequence[str], values: Sequence[OcdbtNode], uuid: bytes, node_
 
 
 class _Written(NamedTuple):
-    """A node: its first key, where it lies and its length, keys and bytes of nodes and values below it."""
+    """A written node: its first key, offset and length, and the number of keys and bytes below it."""
 
     first: bytes
     offset: int

@@ -3,8 +3,8 @@
     w/.zarray {"shape": [10, 8], "chunks": [4, 8], "dtype": "<f4", "compressor": {"id": "zstd"}, ...}
     w/0.0, w/1.0, w/2.0  ->  F32 (10, 8): rows 0-3 in w/0.0, 4-7 in w/1.0, 8-9 in w/2.0, whose last two rows are padding
 
-Chunks that are not compressed lie plainly in their file, row by row or in another order of the dims; of those that are,
-the view is given (`storage.views`). Headers alone are read, and the indexes of shards when their chunks are wanted.
+Chunks that are not compressed are read in place, row by row or in another order of the dims; compressed ones are given
+as views (`storage.views`). Headers alone are read, and the indexes of shards when their chunks are wanted.
 
 Specification: zarr v2 (`.zarray`, chunks `1.0` or `1/0`), zarr v3 (`zarr.json`, chunks `c/1/0`, codecs transpose,
 bytes, zstd, gzip; sharding_indexed: a chunk is a file of inner chunks, with an index of their offsets and lengths, u64
@@ -72,7 +72,7 @@ _PARTS = {"C64": "F32", "C128": "F64"}
 
 
 class ZarrStore(Protocol):
-    """Keys and where their values lie. shown: the store, for messages."""
+    """Keys and the places of their values. shown: the store, for messages."""
 
     def get(self, key: str) -> Value | None: ...
 
@@ -93,8 +93,8 @@ class _ShardedChunks(NamedTuple):
     """Each chunk is a file of inner chunks of this shape."""
 
     shape: tuple[int, ...]
-    front: bool  # does its index lie before them?
-    checked: bool  # has it a checksum?
+    front: bool  # is the index at the start of the file, before the inner chunks?
+    checked: bool  # has the index a checksum?
 
 
 class ZarrLayout(NamedTuple):
@@ -107,7 +107,7 @@ class ZarrLayout(NamedTuple):
     codec: str  # "" for none. separator,
     separator: str
     prefix: str  # of a chunk's key
-    fill: bytes  # the bytes of an element that nobody stored
+    fill: bytes  # the bytes of an element that is not stored
     shards: _ShardedChunks | None = None
 
     @property
@@ -128,7 +128,7 @@ class Array(NamedTuple):
     layout: ZarrLayout
     tree: Tree
     store: ZarrStore
-    header: Value  # where its header lies
+    header: Value  # the place of its header
     holes: bool  # is a chunk that is not there lost, or are its elements the fill value?
 
     @property

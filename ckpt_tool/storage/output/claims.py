@@ -6,13 +6,13 @@
 
     .ckpt-journal-commit        locked by the one that commits
 
-There is no coordinator. A worker that does something touches its journal every few seconds; a claim whose worker's
-journal nobody holds (the process is gone), or that was not touched for a lease, is anybody's who creates its next file.
-A worker that was only slow writes the same bytes to the same places as the one who took over: that costs time and
-nothing else. Committing is different: heads are written with holes which are filled later, so two must never do that at
-once, and a lock is what it takes, which a dead process lets go and a slow one keeps. Times are compared as the file
-system gives them: clocks of machines may differ. The folder is removed at the commit: a worker that was slow and still
-holds it open can make nothing in it any more, and so leaves nothing in the output.
+There is no coordinator. A worker touches its journal every few seconds. A claim is free again if no process holds the
+lock of its worker's journal (the process has ended), or if the journal was not touched for a lease; whoever creates the
+claim's next file takes it over. A worker that was only slow writes the same bytes to the same places as its successor:
+that costs time and nothing else. Committing is different: headers are written with holes which are filled later, so two
+workers must never do that at once. It is protected by a lock, which ends with its process and not by a timeout. Times
+are compared as the file system gives them: clocks of machines may differ. The folder is removed at the commit: a worker
+that was slow and still holds it open can make nothing in it any more, and so leaves nothing in the output.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Claims:
                 os.close(fd)
 
     def take(self, most: int) -> list[Taken]:
-        """At most so many shares that nobody does, now this worker's."""
+        """Claim at most so many shares that no other worker is doing."""
         claims, done = self._seen()
         found: list[Taken] = []
         for place in range(self._count):

@@ -1,9 +1,9 @@
-"""The places where a run writes: what is refused before a byte is written, and the hidden name an output grows under.
+"""Checks of the places where a run writes, before a byte is written, and the hidden name under which an output grows.
 
-An output is a path of this machine or a place in a store (`place_of`), and a URL is never a path; it neither is, holds
-nor lies in a source (`check_destination`, `check_apart`); and a file that an option makes besides (`--plan`,
-`--report`) lies neither in a source nor in an output (`check_beside`). Nothing here writes, but for `sweep_leavings`,
-which removes what is left of a finished run.
+An output is a local path or a place in a store (`place_of`); a URL is never taken for a path. It must not equal,
+contain or be inside a source (`check_destination`, `check_apart`), and a file that an option writes in addition
+(`--plan`, `--report`) must not be inside a source or an output (`check_beside`). Nothing here writes, except
+`sweep_leavings`, which removes the remains of a finished run.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ Place = Path | RemotePlace
 
 
 def place_of(path: str) -> Place:
-    """Where an output is to lie. Raises UsageError E1610 for a URL that is not written to."""
+    """The place of an output, given as a path or URL. Raises UsageError E1610 for a URL that can't be written to."""
     if has_hidden_secrets(path):
         raise UsageError(
             "the URL of an output has credentials or a signature in it, which are not read from there",
@@ -93,7 +93,7 @@ def staging_path(destination: Path) -> Path:
 
 
 def exists(destination: Path) -> OutputExists:
-    """What to raise where something lies that is not to be replaced."""
+    """The error (E0501) for a destination that exists and may not be replaced."""
     return OutputExists(
         f"{destination} exists",
         code="E0501",
@@ -103,7 +103,7 @@ def exists(destination: Path) -> OutputExists:
 
 
 def check_destination(destination: Path, sources: Iterable[Path], *, force: bool) -> None:
-    """Refuse an output that exists (unless `force`), equals, holds or lies in a source, or has no writable parent.
+    """Refuse an output that exists (unless `force`), equals, contains or is inside a source, or has no writable parent.
 
     Compared by device and inode, so links, bind mounts and case-folding file systems don't fool it. Writes nothing.
     """
@@ -174,7 +174,7 @@ def check_not_read(destination: Path, replaced: Mapping[str, Stamp], trees: Iter
 
 
 def check_apart(place: RemotePlace, sources: Iterable[str]) -> None:
-    """Refuse an output in a store that equals, holds or lies in a source (E0502): URLs are compared as text."""
+    """Refuse an output in a store that equals, contains or is inside a source (E0502). URLs are compared as text."""
     ours = f"{place.url}/"
     for source in sources:
         theirs = f"{source.rstrip('/')}/"
@@ -188,10 +188,10 @@ def check_apart(place: RemotePlace, sources: Iterable[str]) -> None:
 
 
 def check_beside(path: str, option: str, sources: Iterable[str], outputs: Iterable[str | None]) -> None:
-    """Refuse (exit 5) a file that `option` makes where it is or lies in a source or an output of the same run.
+    """Refuse (exit 5) a file that `option` writes if it is, or is inside, a source or an output of the same run.
 
-    By device and inode where both are there; an output that is still to come is known by its resolved name. URLs among
-    `sources` hold no local file.
+    Compared by device and inode if both exist; an output that does not exist yet is compared by its resolved name. URLs
+    among `sources` contain no local file.
     """
     real = Path(os.path.realpath(os.path.dirname(os.path.abspath(path))), os.path.basename(path))
     above = {_identity(place) for place in (real, *real.parents)} - {None}
@@ -262,8 +262,9 @@ def check_space(parent: Path, nbytes: int, files: int, *, already: int = 0) -> N
 
 
 def sweep_leavings(destination: Path) -> None:
-    """Remove a staging folder of ours beside a finished output that is empty (a kill between rename and clean-up), or
-    has nothing but a second name of the output, a file, in it (one between a link and the removal of the old name)."""
+    """Remove the staging folder next to a finished output if it is empty (the run was killed between rename and
+    clean-up), or contains nothing but a second name of the output file (killed between link and removal of the old
+    name)."""
     path = staging_path(destination)
     try:
         info = os.lstat(path)

@@ -51,8 +51,8 @@ class PartStatus(NamedTuple):
 
     part: tuple[int, int] | None
     state: str  # `done`, `running`, `dead` (it ended too early)
-    # units, nbytes: done of `of_units`, `of_bytes`, which are 0 where nobody has said; `before`: bytes of them that an
-    # earlier process had done
+    # units, nbytes: done, out of `of_units` and `of_bytes`, which are 0 if not known; `before`: bytes of `nbytes` that
+    # an earlier process had done
     units: int
     of_units: int
     nbytes: int

@@ -1,10 +1,11 @@
 """Marks on an output itself: what a later process must know of it, and that no file in it may say.
 
-A mark is an extended attribute. Which plan wrote an output in parts is told without them too: by the fractions of a
-second in the times of its folder, or of its first files, which depend on the plan and on each one's inode. A worker
-that was overtaken writes the same bytes once more, and alters files' times; one that comes at the last moment alters
-the folder's: so either tells. An output of another plan, or a copy, has such times by chance once in 10^9, one that is
-a single file once in 10^7. Where no fractions are kept, nothing tells, and a late part hears that the output exists.
+A mark is an extended attribute. The plan that wrote an output in parts can be recognised without them too: by the
+fractions of a second in the modification times of its folder, or of its first files, which are derived from the plan
+and each inode. A worker that was overtaken writes the same bytes once more, which changes the times of files; one that
+comes at the last moment changes that of the folder: so either is enough. An output of another plan, or a copy, has such
+times by chance once in 10^9, a single file once in 10^7. On file systems that keep no fractions nothing is recognised,
+and a late part gets the error that the output exists.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def mark_plan(output: Path, plan_id: str) -> None:
     more."""
     if mark(output, _PLAN, plan_id):
         return
-    with suppress(OSError):  # a late part is told less then
+    with suppress(OSError):  # without it a late part only learns that the output exists
         for path in (*_first_files(output), output):
             info = os.lstat(path)
             fraction = _fraction_of(plan_id, info)

@@ -29,7 +29,7 @@ _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO never blocks
 
 
 class UnexpectedEntry(OSError):
-    """Something lies at a name below the folder that no run has put there; `strerror` says what."""
+    """Below the folder there is an entry that no run has created; `strerror` describes it."""
 
 
 def open_beneath(folder: int, path: str, flags: int, mode: int = 0o666, *, make: bool = False) -> int:

@@ -4,7 +4,7 @@
                    looked at once more                    what changed until then gets its name back
                    deleted file by file                   a kill here leaves a hidden name that `ckpt clean` removes
 
-`measure` says beforehand what deleting would free and what stands in the way: files that have other names elsewhere
+`measure` reports in advance what deleting would free and what prevents it: files that have other names elsewhere
 (hard links) free nothing, links that lead elsewhere are named, what is mounted inside is never entered. Nothing here
 follows a link. What it does not do: choose (`commands.prune`).
 """
@@ -83,7 +83,8 @@ def measure(path: Path) -> PathContents:
 
 
 def _row_of(name: str, info: os.stat_result) -> bytes:
-    """What tells that something is still what it was. Inode numbers do not: some network file systems give new ones."""
+    """The attributes by which an unchanged entry is recognised. Inode numbers are not used: some network file systems
+    assign new ones."""
     is_folder = stat.S_ISDIR(info.st_mode)
     size = 0 if is_folder else info.st_size
     mtime_ns = 0 if is_folder else info.st_mtime_ns
@@ -91,7 +92,7 @@ def _row_of(name: str, info: os.stat_result) -> bytes:
 
 
 def _below(path: Path, info: os.stat_result) -> Iterator[tuple[str, os.stat_result]]:
-    """The path and all that lies below it, links not followed."""
+    """Yields the path and everything below it, without following links."""
     yield os.fspath(path), info
     if stat.S_ISDIR(info.st_mode):
         with os.scandir(path) as entries:
@@ -158,7 +159,7 @@ def retire(path: Path, held: PathContents) -> Path | None:
 
 
 def _check_unchanged(there: Path, path: Path, held: PathContents) -> None:
-    """Raise SourceChanged E0612 unless what was at `path` is as it was, StorageError where nobody can say."""
+    """Raise SourceChanged E0612 if what was at `path` has changed, StorageError if that can't be determined."""
     now = measure(there)
     if now.mounted:
         raise _changed(path, f"something was mounted in it: {now.mounted}")

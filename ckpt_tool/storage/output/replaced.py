@@ -29,7 +29,7 @@ from ckpt_tool.storage.output.open_below import folder_beneath
 SHOWN = 5  # names in a message
 NAMED = 10_000  # names in a document
 NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)  # why a folder stays that holds something
-RECORD = "replaced"  # the record of it beside an output in a store
+RECORD = "replaced"  # the name of its record, next to an output in a store
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 

@@ -29,7 +29,7 @@ def was_set_aside(hidden: Path) -> bool:
 
 
 def destination_of(hidden: Path) -> Path:
-    """Where what was set aside lay."""
+    """The path that an output had before it was set aside under the name `hidden`."""
     return hidden.parent / name_in(hidden.name, REPLACED)
 
 

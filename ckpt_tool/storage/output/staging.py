@@ -1,10 +1,10 @@
 """Staging: the output grows in a hidden sibling folder and appears under its name by one rename, or not at all.
 
-`out` is written in `.out.ckpt-partial/` (mode 0700) beside it. The folder holds the output's files under their final
-names and one `.ckpt-journal` whose first line says which plan is being carried out; the journal's lock keeps a second
-run away, its lines say which units are done. To commit: every file is fsynced, the journal is removed, the folder is
-fsynced and renamed to a name that is free, the parent is fsynced. A kill at any moment leaves the name absent, old and
-whole, or new and whole; the same command goes on from the journal.
+`out` is written in `.out.ckpt-partial/` (mode 0700) next to it. The folder contains the output's files under their
+final names and one `.ckpt-journal` whose first line identifies the plan; the lock of the journal excludes a second run,
+its lines record which units are done. To commit: every file is fsynced, the journal is removed, the folder is fsynced
+and renamed to a name that is free, the parent is fsynced. A kill at any moment leaves the name absent, old and whole,
+or new and whole; the same command goes on from the journal.
 
 Nothing is removed because it is in that folder: `.ckpt-journal-files` lists what a run stages and, once the new output
 is in place, what of the replaced one goes. A file that is on no list stays, and the folder with it.
@@ -119,7 +119,7 @@ class Staging:
         self.failed_sync = self._recorded = self.went_on = False  # went_on: an earlier run of the plan has been here
         self.resumed: list[journal.Line] = []
         self._names = set(files)
-        self._old = self.path  # where the old output lies after the commit
+        self._old = self.path  # the path of the old output after the commit
         self._replaces: tuple[int, int] | None = None
         self._claim(resume=resume)
 
@@ -136,7 +136,7 @@ class Staging:
             raise
 
     def _alone(self) -> bool:
-        """Does nobody else hold the folder?"""
+        """Lock the folder exclusively; False if another process has a lock."""
         try:
             fcntl.flock(self._folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -144,7 +144,7 @@ class Staging:
         return True
 
     def _take(self, *, fresh: bool, resume: bool) -> None:
-        """Of the locked folder: is it ours, and what of our plan's work lies there?"""
+        """Check that the locked folder is ours, and read what an earlier run of the plan has done there."""
         if not fresh:
             self._check_ours()
         if self._force:
@@ -319,7 +319,8 @@ class Staging:
             return set_aside.put_back(self.destination) is not None
 
     def _check_put_back(self) -> None:
-        """Refuse to go on: nobody has looked at what has come back. The same command again does."""
+        """Refuse to continue after the old output got its name back, because it was not checked before this run. The
+        same command, started again, checks it."""
         if not self._force:
             raise exists(self.destination)
         self._replaced.check(self.destination)
@@ -353,9 +354,12 @@ class Staging:
         self.record({"run": {**process, "began": time.time(), "units": units, "bytes": nbytes}})
 
     def close_part(self) -> list[list[journal.Line]] | None:
-        """Part of a plan whose share is done: hold the folder alone, so that this part may commit. The journals of all
-        parts, in order, an empty list for one that has not begun; None where another part is at work or has committed
-        meanwhile. Nobody is waited for: the last part to come here finds the folder free. Raises as `check_parts`."""
+        """Called when this part's share is done: locks the folder exclusively, so that this part may commit.
+
+        Returns the journals of all parts, in order, with an empty list for a part that has not begun; None if another
+        part is running or has committed meanwhile. Never waits: the last part to get here finds the folder free. Raises
+        as `check_parts`.
+        """
         with naming(self.path, "unlocking the staging folder"):
             # before asking for more: two that both held on would both give up
             fcntl.flock(self._folder_fd, fcntl.LOCK_UN)
@@ -445,8 +449,8 @@ class Staging:
             raise
 
     def discard(self) -> None:
-        """Remove the staging folder: nothing of this run is left. One part of a plan leaves it: others' finished work
-        lies there too; but for a failed fsync, after which nothing in it can be trusted."""
+        """Remove the staging folder, so that nothing of this run is left. A part of a plan keeps it, because it
+        contains finished work of other parts, unless an fsync failed: then nothing in it can be trusted."""
         if self.part is None or self.failed_sync:
             self._discard_own()
         self._release()
@@ -528,7 +532,7 @@ class Staging:
             raise self._foreign(f"holds {min(found - self._names)}, which no run of this plan has written")
 
     def _rename(self, staged: Path, final: Path) -> Path:
-        """Give what is staged its name. Where the old output lies then, if there was one."""
+        """Rename the staged output to its final name. Returns the path of the old output, if there was one."""
         try:
             if self._force and self._replaces is not None and _inode(final) == self._replaces:
                 from ckpt_tool.storage.output.set_aside import hidden_path
@@ -549,7 +553,8 @@ class Staging:
             raise wrap_os_error(e, final, "renaming the finished output") from e
 
     def _release(self) -> None:
-        """Give the lock away. The journal's bytes are nobody's values: whoever reads them looks at each seal."""
+        """Release the locks. A failing close is ignored: the journal contains no values of the output, and every reader
+        checks the seal of each line."""
         held = (self._journal_fd, self._folder_fd)
         self._journal_fd = self._folder_fd = -1  # first: a signal between two closes must not close one twice
         for fd in held:
@@ -685,7 +690,8 @@ def _remove_left(path: Path, folder: int, names: Iterable[str], *, keep: str | N
     """
     if not read_list(folder) and was_replaced(path):
         files = {inner: seen for inner, seen in entries_below(path).items() if not _is_record(inner)}
-        with suppress(OSError):  # a full disk: nobody could go on from here, but there is room again
+        # on a full disk the list can't be written: a kill could then not be repaired, but removing makes room
+        with suppress(OSError):
             _write_list(folder, files)
         remove_listed(folder, files)
     _unmark_replaced(path)  # first: whatever stays when the list is gone is not ours
@@ -723,7 +729,8 @@ def _sync_parent(path: Path) -> None:
 
 
 def _inode(path: Path) -> tuple[int, int] | None:
-    """What the name itself stands for, None where there is no such name. Raises StorageError where nobody can say."""
+    """(device, inode) of the entry `path` itself, links not followed; None if it does not exist. Raises StorageError if
+    that can't be determined."""
     try:
         info = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):

@@ -9,9 +9,9 @@
     OptimStateFp8    F8_E4M3, of the state's shape           the code itself
 
 Every value is that times its block's scale, in fp32 (`quantised.codecs.torchao_states`). A pickle holds
-`_rebuild_from_type_v2( _rebuild_wrapper_subclass, class, (class, dtype, size, ...), state)`; the tensors lie in the
-state, and no code of the class is needed to read them. The dtype is what the state poses as; values are fp32 whatever
-it says.
+`_rebuild_from_type_v2( _rebuild_wrapper_subclass, class, (class, dtype, size, ...), state)`; the tensors are in the
+state, and no code of the class is needed to read them. The dtype is the one that the subclass claims to have; values
+are always fp32.
 
 Source: torchao 0.18.0 `optim/subclass_8bit.py`, `subclass_4bit.py`, `subclass_fp8.py`, `quant_utils.py`
 (`dequant_with_qmap`); until 0.9 the modules were `torchao.prototype.low_bit_optim.subclass_*`.
@@ -75,8 +75,8 @@ def coded(value: Any) -> Mapping[str, TensorRef] | None:
 
 
 def wrapper(value: Any, classes: Collection[str]) -> Opaque | None:
-    """What rebuilds a tensor subclass of one of these classes, (class, dtype, size, ...), whose tensors lie in
-    `value.state`; None of any other value."""
+    """`value` if it is the record of a tensor subclass of one of these classes, with arguments (class, dtype, size,
+    ...) and its tensors in `value.state`; None for any other value."""
     if type(value) is not Opaque or value.name not in classes or not isinstance(value.state, dict):
         return None
     made = value.args[0] if len(value.args) == 1 else None

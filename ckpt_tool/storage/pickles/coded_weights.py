@@ -10,9 +10,9 @@
       Float8AQTTensorImpl, not transposed                   float8_data, scale
     LinearActivationQuantizedTensor                         those of its `original_weight_tensor`
 
-The names are those under which torchao lays weights into safetensors files, and `weight_schemes.quantised_weights`
-finds them by. A pickle holds `_rebuild_from_type_v2(_rebuild_wrapper_subclass, class, (class, dtype, size, ...),
-state)`; the tensors lie in the state, and no code of the class is needed to read them.
+The names are those under which torchao stores weights in safetensors files, and by which
+`weight_schemes.quantised_weights` finds them. A pickle holds `_rebuild_from_type_v2(_rebuild_wrapper_subclass, class,
+(class, dtype, size, ...), state)`; the tensors are in the state, and no code of the class is needed to read them.
 
 Source: torchao 0.18.0 `quantization/quantize_/workflows/` and `prototype/mx_formats/`, `tensor_data_names` of each
 class; 0.12.0 `dtypes/affine_quantized_tensor.py`, `dtypes/uintx/`, `dtypes/floatx/float8_layout.py`.

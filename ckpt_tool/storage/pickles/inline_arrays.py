@@ -1,9 +1,9 @@
-"""Arrays that do not lie plainly in their pickle: a view in which they do.
+"""A view of the arrays of a pickle that stores their bytes as text.
 
-Pickles of protocol 2 have no bytes: NumPy's lie in them as latin-1 text, coded in UTF-8, where every second byte takes
-two. So nothing can be copied out of such a file in place. The view of a file `x.pdparams` is called
-`x.pdparams//arrays` (no real file can be) and holds the bytes of those arrays one behind the other, in the order of the
-value:
+Pickles of protocol 2 have no byte strings: NumPy arrays are stored as latin-1 text, encoded in UTF-8, where half of the
+byte values take two bytes. So nothing can be copied from such a file in place. The view of a file `x.pdparams` is
+called `x.pdparams//arrays` (no real file can have that name) and contains the bytes of those arrays, concatenated in
+the order in which they appear in the value:
 
     {"a": 12 bytes, "b": 8 bytes}      a at 0, b at 12 of x.pdparams//arrays
 
@@ -53,7 +53,7 @@ def inline_arrays(value: Any) -> Iterator[NumpyArray]:
 
 
 def refuse_large(tree: Tree, name: str, code: str) -> None:
-    """Raise InputError when the file is of protocol 2 or older and too large to be decoded in memory."""
+    """Raise InputError if the file has pickle protocol 2 or older and is too large to be decoded in memory."""
     size = tree.size(name)
     if size > LIMIT and tree.read(name, 0, 2) < b"\x80\x03":
         raise InputError(
@@ -68,7 +68,7 @@ def refuse_large(tree: Tree, name: str, code: str) -> None:
 
 
 def place_arrays(pickled: Pickled) -> None:
-    """Tell each array of a torch file's pickle where it is in the view of that pickle's arrays (`array_in`)."""
+    """Set `at` of each array of a torch file's pickle: its offset in the view of that pickle's arrays (`array_in`)."""
     if not any(use.name in _MAKERS for use in pickled.globals):
         return
     at = 0

@@ -165,7 +165,7 @@ def _device_array(name: str, args: Args) -> ArrayRef | Opaque:
 
 
 def _device_tensor(args: Args) -> TensorRef | Opaque:
-    """The same over a tensor of the CPU, which is of its dtype already in all but odd cases."""
+    """The same, rebuilt from a CPU tensor, which nearly always has the right dtype already."""
     dtype = from_torch(args[1].name) if len(args) == 4 and type(args[1]) is Symbol else None
     if dtype is not None and type(args[0]) is TensorRef and args[0].dtype == dtype:
         return args[0]

@@ -1,4 +1,4 @@
-"""What a pickle's calls and states stand for: REDUCE, NEWOBJ, INST, OBJ and BUILD on inert values.
+"""The results of a pickle's calls and states, as inert values: opcodes REDUCE, NEWOBJ, INST, OBJ and BUILD.
 
     >>> from ckpt_tool.storage.pickles.pickle_machine import Machine
     >>> machine = Machine(b"", origin=0)
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 
 def call(machine: Machine, made: Any, args: Any) -> Any:
-    """What a call of `made` with `args` stands for. Nothing is called but our own builders."""
+    """The inert value that represents a call of `made` with `args`. No function of the pickle is ever called, only our
+    own builders."""
     if type(args) is not tuple:
         raise Misuse(f"a call's arguments are {type(args).__name__}, not a tuple", "E0363")
 

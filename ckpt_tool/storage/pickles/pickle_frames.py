@@ -9,12 +9,12 @@ the very bytes that Paddle would have written. Readers do not care; people who c
 
 What CPython does (3.8 to 3.13, `Modules/_pickle.c`; PEP 3154): everything but None, booleans, numbers and `()` is put
 into the memo; an object met again is fetched by number; a frame is closed at the first value that begins when the frame
-has 64 KiB; a string of 64 KiB or more lies outside any frame; a dict or list of one item is written with SETITEM or
-APPEND, others in batches of 1000. CPython's memo goes by identity, ours by value: texts that the real writer makes anew
-each time (a tensor's own name) are given as `Anew`.
+has 64 KiB; a string of 64 KiB or more is written outside any frame; a dict or list of one item is written with SETITEM
+or APPEND, others in batches of 1000. CPython's memo goes by identity, ours by value: texts that the real writer creates
+each time (a tensor's own name), and that it therefore never shares, are given as the class `Anew`.
 
-Cost: about 3 us a value. What it does not do: arrays of one byte in a shape of one (CPython shares single bytes by
-value, which nobody knows before they were moved): equal in meaning, other bytes.
+Cost: about 3 us a value. What it does not do: arrays of one byte in a shape of one. CPython shares single bytes by
+value, and values are not known before they were moved: such a pickle is equal in meaning, but not in bytes.
 """
 
 from __future__ import annotations

@@ -10,11 +10,11 @@
     >>> tier("collections", "OrderedDict.__reduce__")      # a dotted name walks attributes: never in a table
     3
 
-A framework's functions (lower-case names) may lie in a file as values (`torch.nn.functional.gelu` among a trainer's
-arguments), but a pickle that calls one is unsafe: `function_like` tells them from classes, the machine judges the call.
-`builtins.getattr` is tier 3 unless every call of it takes a member of a known enum, as Python 3.11 pickled enums, or
-the one class inside another that torch pickles (`ShardedTensor.ProcessGroupState`), and
-`operator.getitem` unless every call of it subscripts an annotation of `typing`.
+A framework's functions (lower-case names) may be values in a file (`torch.nn.functional.gelu` among a trainer's
+arguments), but a pickle that calls one is unsafe: `function_like` separates them from classes, the machine judges
+calls. `builtins.getattr` is tier 3 unless every call of it takes a member of a known enum, as Python 3.11 pickled
+enums, or the one class inside another that torch pickles (`ShardedTensor.ProcessGroupState`), and `operator.getitem`
+unless every call of it subscripts an annotation of `typing`.
 
 Where the names come from: torch 2.13 `_utils.py`, `_weights_only_unpickler.py`, `distributed/checkpoint/metadata.py`,
 `distributed/tensor/_dtensor_spec.py`; NumPy 1.26 and 2.x `core/multiarray`; megatron-core 0.16; DeepSpeed 0.19;
@@ -333,7 +333,7 @@ PLAIN_OBJECTS = frozenset(
     }
 )
 
-# NumPy's generators of random numbers, read as records: what makes one, and the classes that it is told to make.
+# NumPy's generators of random numbers, read as records: their constructors, and the classes that these are passed.
 RANDOM = frozenset(
     {
         *(f"numpy.random._pickle.__{kind}_ctor" for kind in ("generator", "bit_generator", "randomstate")),
@@ -618,7 +618,7 @@ def full_name(module: str, name: str) -> str:
 
 def is_tensor_record(value: object) -> bool:
     """Is it the record of a tensor that torch rebuilds from something else than dense values: sparse, quantised, meta?
-    Such a record stands for a tensor whatever it holds; a meta tensor's holds nothing at all."""
+    Such a record represents a tensor whatever it contains; that of a meta tensor contains no values at all."""
     return type(value) is Opaque and value.name in UNSUPPORTED_TENSORS
 
 
@@ -629,7 +629,7 @@ def function_like(name: str) -> bool:
 
 
 def class_of(line: str) -> str:
-    """What a line of `Catalog.unsafe` names, less where it stands.
+    """The name in a line of `Catalog.unsafe`, without the position.
 
     >>> class_of("__main__.Config at a.pt, opcode 4")
     '__main__.Config'
@@ -639,7 +639,7 @@ def class_of(line: str) -> str:
 
 def users_own(line: str) -> bool:
     """Is a line of `Catalog.unsafe` of a class that no library here is known to have: a dataclass or enum of the job's
-    own code? Such an object may be left behind by its owner's word; a function, or anything of Python's own, may not.
+    own code? Such an object may be dropped if the user asks for it; a function, or anything of Python's own, may not.
 
     >>> users_own("__main__.Config at a.pt, opcode 4"), users_own("os.PathLike at a.pt, opcode 4")
     (True, False)

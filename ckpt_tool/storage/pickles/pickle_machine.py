@@ -354,8 +354,8 @@ class Machine:
     # -- what opcodes do ----------------------------------------------------------------------------------------------
 
     def fits(self, nbytes: int, at: int, limit: int = BYTES_LIMIT + 16) -> None:
-        """Raise unless the opcode at data[at], `nbytes` long with its argument, lies in the window; Misuse when it
-        can't ever: beyond the end of the stream, or too long."""
+        """Raise unless the opcode at data[at], `nbytes` long with its argument, is inside the window. Raises Misuse if
+        it never can be: it ends beyond the stream, or is too long."""
         if nbytes > self.end - self.origin - at:
             raise Misuse(f"an argument wants {nbytes} bytes, but {self.end - self.origin - at} are left", "E0368")
         if nbytes > limit:

@@ -115,7 +115,7 @@ def _dtype(args: tuple[Any, ...]) -> Symbol:
 
 
 def set_dtype_state(dtype: Symbol, state: Any) -> None:
-    """Fill in what a dtype's state adds: its byte order, or that it is of records. Raises Misuse."""
+    """Apply the state of a pickled dtype: its byte order, or the fields of a structured dtype. Raises Misuse."""
     if type(state) is not tuple or not 3 <= len(state) <= 9 or state[1] not in ("<", ">", "|", "="):
         raise _fault("state of a numpy.dtype is malformed")
     if any(item is not None for item in state[2:5]):

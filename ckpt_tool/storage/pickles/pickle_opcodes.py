@@ -58,7 +58,7 @@ def _line(m: Machine, pos: int, limit: int = LINE_LIMIT) -> tuple[bytes, int]:
 
 
 def _counted(m: Machine, pos: int, width: int) -> tuple[int, int]:
-    """Start and end of an argument with its length before it in `width` bytes, checked to lie in the window."""
+    """Start and end of an argument whose length precedes it in `width` bytes. Raises unless it is in the window."""
     size: int = m.data[pos] if width == 1 else (_U32 if width == 4 else _U64)(m.data, pos)[0]
     start = pos + width
     m.fits(start + size - m.at, m.at)

@@ -83,7 +83,7 @@ DEPTH_LIMIT = 200  # of nested values
 _WINDOW = 1 << 20  # bytes read at a time by load_file
 OTHER_FORM = "E0374"
 CYCLE = "E2950"
-ITSELF = "<itself>"  # the name of the record that stands in a value for a part of it that would hold it again
+ITSELF = "<itself>"  # the name of the record that replaces a reference from inside a value to that value
 _PARAMETER = "torch._utils._rebuild_parameter"
 ARRAY = "numpy.ndarray"
 
@@ -128,7 +128,7 @@ def load_file(
     A byte string of `span_from` bytes or more becomes `StorageSpan(offset in the file, nbytes)` and is never read (a
     window
     of up to 1 MiB may touch its ends), so that a `.pdparams` of many GB costs a few KiB a tensor; 0 reads them all.
-    places: shorter ones remember where they lie, so that every NumPy array's data is a Span.
+    places: shorter ones keep their position, so that the data of every NumPy array is a Span.
     rows: what takes rows as columns; a pickle too odd for it raises Irregular.
     path: relative to the tree. Raises as `load` does.
     """
@@ -210,7 +210,7 @@ def weight_bearing(value: Any, *, but_coded: bool = False) -> Iterator[Opaque]:
 
 
 def refuse_weight_bearing(value: Any, path: str, *, member: str | None = None, but_coded: bool = False) -> None:
-    """Raise when a tensor hangs on something that is not understood: InputError E0374 for torch's sparse, quantised,
+    """Raise if a tensor is part of something that is not understood: InputError E0374 for torch's sparse, quantised,
     nested or lazily conjugated tensors, UnsafeInput E0421 (exit 4) for an object of a class that we do not know.
     but_coded: the caller takes the tensors of coded states (`coded_states`), as `formats.state_dict.tree` does."""
     found = list(weight_bearing(value, but_coded=but_coded))
@@ -478,7 +478,7 @@ def _check_shared(value: Any, most_parts: int, most_text: int) -> None:
 
         parts = list(_parts(item))
         inside = [part for part in parts if type(part) in _INSIDE]
-        if done:  # where it was cut, the mark stands, of which nothing was reckoned
+        if done:  # parts that were replaced by the mark have no size
             inside = [part for part in inside if id(part) in size]
         else:
             depth[key] = 0  # open: meeting it again below means that it holds itself

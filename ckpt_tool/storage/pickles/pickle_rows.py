@@ -7,7 +7,7 @@ The machine executes one row as it does everything; then the compiled reader tak
 opcodes, and they are on the stack as one `RowRun`. What a row consists of is read off the objects that the machine has
 just made, so the reader needs no knowledge of its own about the classes.
 
-A RowRun can stand for its rows only where lists and dicts are filled from the stack. Anything else that could meet one
+A RowRun can replace its rows only where lists and dicts are filled from the stack. Anything else that could meet one
 (a memo entry, DUP, POP) raises Irregular, and so does fetching an entry of the memo that a row made, unless it is a
 text. After Irregular, or any error, the caller reads the pickle again without rows: so an error is always that of
 reading by objects. `Rows.taken` says how many rows there are, for the caller to check that it found them all.

@@ -62,7 +62,7 @@ class TensorRef(NamedTuple):
     """A dense tensor over a storage."""
 
     storage: StorageRef
-    # offset, stride: in elements of `dtype`. Checked when made: ints >= 0, rank <= 64, the view lies inside
+    # offset, stride: in elements of `dtype`. Checked when made: ints >= 0, rank <= 64, the view is inside
     # `storage.nbytes`
     offset: int
     shape: tuple[int, ...]
@@ -70,7 +70,7 @@ class TensorRef(NamedTuple):
     dtype: DType
     requires_grad: bool = False
     is_parameter: bool = False
-    # Python attributes that hung on the tensor (Megatron's `tensor_model_parallel`, ...), None if none
+    # Python attributes of the tensor object (Megatron's `tensor_model_parallel`, ...), None if none
     attributes: Any = None
 
     @property
@@ -96,7 +96,7 @@ class WrapperRef:
     stride: tuple[int, ...]
     dtype: DType
     requires_grad: bool
-    # what this file holds of it, an object where that is of yet another class, None until its state was read
+    # the part of it in this file; an object if that part is a tensor subclass too; None until its state was read
     local: TensorRef | Opaque | None = None
     spec: PickledRecord | None = None  # the DTensorSpec as a Record (mesh, placements, tensor_meta)
     state: Any = None
@@ -116,7 +116,7 @@ class RowRun:
     """Rows that were taken as columns (`pickle_rows`), in place of one of their objects.
 
     taken: all values of the rows. columns: name -> (kind of value, which of the row's values of that kind, how many a
-    row has). texts: by the ids that stand for them, of all runs so far.
+    row has). texts: the texts of all runs so far, by id.
     """
 
     __slots__ = ("columns", "taken", "texts")
@@ -187,8 +187,8 @@ def _names(kind: type | tuple[type, ...]) -> str:
 
 
 class OrderedMap(dict[Any, Any]):
-    """A dict that was an OrderedDict, defaultdict or Counter. attributes: what hung on the object itself
-    (`_metadata` of a torch state dict), None if nothing."""
+    """A dict that was an OrderedDict, defaultdict or Counter. attributes: those of the object itself (`_metadata` of a
+    torch state dict), None if it has none."""
 
     __slots__ = ("attributes",)
 
@@ -199,9 +199,9 @@ class OrderedMap(dict[Any, Any]):
 
 class NumpyArray:
     """A numpy.ndarray. dtype: NumPy's type string with byte order (`<f4`, `|u1`, or `bfloat16` of ml_dtypes; `|O` of
-    Python objects, `{structured}` of records). shape: elements. fortran: column-major. data: the raw bytes, or where
-    they lie (`StorageSpan`); the list of values where they are objects. at: bytes to its data in the view of its
-    pickle's arrays (`inline_arrays`), -1 where it has no place there."""
+    Python objects, `{structured}` of records). shape: elements. fortran: column-major. data: the raw bytes, or
+    their place (`StorageSpan`); the list of values if they are objects. at: offset in bytes of its data in the view of
+    its pickle's arrays (`inline_arrays`), -1 if it is not part of that view."""
 
     __slots__ = ("at", "data", "dtype", "fortran", "shape")
 

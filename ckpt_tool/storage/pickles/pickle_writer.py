@@ -1,4 +1,4 @@
-"""The skeleton writer: plain values and records of known classes as a pickle that names only what stands in our tables.
+"""The skeleton writer: plain values and records of known classes as a pickle that names only what is in our tables.
 
 The idea: output pickles are written from values, never copied from an input, so no name of an input's pickle can travel
 on. What may be named is fixed: torch's rebuild functions, storages, dtypes, `torch.Size`, the metadata classes and

@@ -126,7 +126,7 @@ def _streams(tree: Tree, path: str, start: int, end: int, within: str) -> Iterat
 
 
 def _zips(tree: Tree, path: str, start: int, end: int, within: str) -> Iterator[Surveyed]:
-    """The zip that ends at `end`, and those that lie back to back before it (the items of a `.distcp`)."""
+    """Yields the zip that ends at `end`, and those directly before it (the items of a `.distcp`)."""
     first = True
     while end > start:
         begin, entries = _directory(tree, path, start, end, comment=_COMMENT if first else 0)

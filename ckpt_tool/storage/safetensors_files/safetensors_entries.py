@@ -2,8 +2,8 @@
 
 The quick path matches whole entries, one after the other, by one compiled pattern for each of two spellings (the
 library's compact one, and `json.dumps` with its default separators), and proves that the matches cover every byte of
-the header. Whatever it can't prove sound it leaves alone (None), and the strict path reads the header as JSON and
-either accepts it or says which rule is broken, where. So acceptance hangs on the rules alone:
+the header. If it can't prove that a header is valid, it returns None, and the strict path reads the header as JSON and
+either accepts it or reports which rule is broken, and where. So acceptance depends on the rules alone:
 
 * every key is a name of at most 4,096 bytes, at most 1,000,000 of them, none twice;
 * an entry has `dtype` (a known name), `shape` (at most 64 integers in [0, 2^63)), `data_offsets` (begin <= end);
@@ -13,7 +13,7 @@ either accepts it or says which rule is broken, where. So acceptance hangs on th
 
 `{"a":{"dtype":"BF16","shape":[2,3],"data_offsets":[0,12]}}` gives one name, one `EntryKind(BF16, (2, 3), 12)`, begin 0.
 
-Cost: 0.5 us an entry on the quick path and 71 bytes of memory beside the header; 6 us on the strict one.
+Cost: 0.5 us an entry on the quick path and 71 bytes of memory besides the header; 6 us on the strict one.
 Source of the rules: safetensors 0.8 `tensor.rs` (`Metadata::validate`), tightened (duplicates, limits, white space).
 """
 
@@ -110,7 +110,7 @@ _AFTER_METADATA = re.compile(rb", ?")
 
 
 def quick(text: bytes, *, path: str, offset: int = 8) -> Columns | None:
-    """The columns of the header `text` where it is spelled as writers spell it and sound; None in any doubt.
+    """The columns of the header `text` if it is valid and spelled as the usual writers spell it; None if in doubt.
 
     offset: bytes from the start of the file to `text[0]`. Raises CorruptFile only for what neither path accepts: bad
     UTF-8, broken JSON inside a leading `__metadata__`.
@@ -212,7 +212,7 @@ def _sound_names(names: Sequence[bytes]) -> bool:
 
 
 def _tiles(begins: array[int], ends: array[int]) -> bool:
-    """Do the ranges lie end to end from 0, in some order?"""
+    """Do the ranges, in some order, cover the bytes from 0 on without gap or overlap?"""
     if begins[0] == 0 and begins[1:] == ends[:-1]:
         return True
     at = 0
@@ -395,7 +395,7 @@ def _what(value: Any) -> str:
 
 
 def _check_tiles(entries: list[_Entry], path: str) -> int:
-    """Raise unless the entries lie end to end from 0; the end of the last."""
+    """Raise unless the entries cover the bytes from 0 on without gap or overlap. Returns the end of the last one."""
     at = 0
     before = ""
     for entry in sorted(entries, key=lambda each: (each.begin, each.end)):

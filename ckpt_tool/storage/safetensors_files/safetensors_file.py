@@ -3,12 +3,12 @@
 The one idea: the header says everything. `u64 little-endian N`, N bytes of JSON, then the tensors end to end:
 
     40 00 00 00 00 00 00 00 {"a":{"dtype":"U8","shape":[3],"data_offsets":[0,3]}}           01 02 03
-    N = 64                  8 + 64 = 72 is `data_start`; tensor `a` lies at bytes [72, 75) of the file
+    N = 64                  8 + 64 = 72 is `data_start`; tensor `a` is bytes [72, 75) of the file
 
 `read_header` reads the 8 bytes and the N bytes, and no tensor. `build_header` orders tensors as the library does:
 wide dtypes first (so that most are aligned), then by name.
 
-Rules checked (the entries' own stand in `safetensors_entries`): N between 2 and 100,000,000 and inside the file; the
+Rules checked (those of entries are in `safetensors_entries`): N between 2 and 100,000,000 and inside the file; the
 header begins with `{` at byte 8 and is padded with white space; the data ends where the file ends.
 Source: safetensors 0.8, `safetensors/src/tensor.rs`: `SafeTensors::read_metadata`, `Metadata::validate`, `prepare`;
 the order of dtypes is the order of its enum, also seen in files that it wrote.
@@ -111,7 +111,7 @@ class SafetensorsHeader:
         return [begin + kind.nbytes for begin, kind in zip(self.begin, self.kinds, strict=True)]
 
     def stored(self, row: int) -> StoredArray:
-        """Where the tensor of `row` lies in the file."""
+        """The place of the tensor of `row` in the file."""
         kind = self.kinds[row]
         return StoredArray(self.path, self.data_start + self.begin[row], kind.dtype, kind.shape)
 
@@ -157,8 +157,9 @@ def read_header(tree: Tree, path: str, *, lenient: bool = False) -> SafetensorsH
 
 
 def refuse_twin(tree: Tree, header: SafetensorsHeader) -> None:
-    """Raise UnsafeInput (E0415) for a sound file whose last tensor was made to be a zip's end, so that a zip reader
-    opens the same file from its start. Reads the file's last 64 KiB: for `verify`, not for readers of headers."""
+    """Raise UnsafeInput (E0415) for a valid file whose last tensor was crafted to be the end of a zip, so that a zip
+    reader opens the same file from its start. Reads the file's last 64 KiB: for `verify`, not for readers of
+    headers."""
     _refuse_zip(tree, header.path, header.size, min(header.nbytes, TAIL_LIMIT), anchored=True)
 
 
@@ -204,7 +205,7 @@ def check_length(head: bytes, size: int, *, path: str) -> int:
 
 
 def _from_text(text: bytes, size: int, *, path: str, shown: str, lenient: bool) -> SafetensorsHeader:
-    """The header `text`, which lies at byte 8 of a file of `size` bytes."""
+    """The header `text`, read from byte 8 of a file of `size` bytes."""
     if len(text) > 40 * TENSOR_LIMIT and text.count(b'"data_offsets"') > TENSOR_LIMIT:  # an entry takes 45 bytes
         raise entries.too_many(shown)
     with gc_paused():
@@ -224,7 +225,7 @@ def _from_text(text: bytes, size: int, *, path: str, shown: str, lenient: bool) 
 
 
 def _body(text: bytes, path: str, *, lenient: bool) -> tuple[bytes, int]:
-    """`text` without its padding, and how many bytes of white space stood before it (0 unless lenient)."""
+    """`text` without its padding, and how many bytes of white space preceded it (0 unless lenient)."""
     body = text.rstrip(b" \t\r\n")
     skipped = len(text) - len(text.lstrip(b" \t\r\n")) if lenient else 0
     if body[skipped : skipped + 1] != b"{":

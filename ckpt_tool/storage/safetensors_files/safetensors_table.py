@@ -39,7 +39,7 @@ class HeaderTable(Mapping[TensorKey, LogicalTensor]):
         return (RowBlock(self.state, header.names.encoded, header.kinds) for header in self.headers)
 
     def parted(self) -> Iterator[LogicalTensor]:
-        """None: a tensor lies whole under its own name."""
+        """Yields nothing: every tensor is stored in one piece under its own name."""
         return iter(())
 
     def header_of(self, name: str) -> tuple[SafetensorsHeader, int]:
@@ -101,10 +101,10 @@ class _Items(ItemsView[TensorKey, LogicalTensor]):
 
 
 def first_twice(headers: Iterable[SafetensorsHeader]) -> tuple[str, str, str] | None:
-    """(name, file, other file) of a tensor that lies in two headers; None when all names are disjoint.
+    """(name, file, other file) of a tensor that is in two headers; None if all names are disjoint.
 
-    Equal names have equal hashes: sorted hashes without a pair prove the names disjoint in 8 bytes a name, and only
-    a pair sends us to look at the names themselves.
+    Equal names have equal hashes: sorted hashes without a pair prove the names disjoint in 8 bytes a name, and the
+    names themselves are compared only if there is a pair.
     """
     several = [header for header in headers if len(header)]
     if len(several) < 2:
