@@ -1,8 +1,8 @@
 """`megatron-fsdp`: what Megatron-LM and Megatron-Bridge save with Megatron-FSDP (`--ckpt-format fsdp_dtensor`).
 
 The one idea: the folder is a plain DCP of nested dicts (`dcp_container.dcp_state`) whose names are those of live
-modules: wrappers stand in front of them, a gated fc1 is cut in its halves, and the weights are the optimizer's fp32
-main weights.
+modules: they are prefixed with the wrappers' names, a gated fc1 is cut into its halves, and the weights are the
+optimizer's fp32 main weights.
 
     iter_0000002/.metadata, __R_0.distcp         no metadata.json, no common.pt; latest_checkpointed_iteration.txt above
     model.module.decoder.layers.0.mlp.linear_fc1.weight_w, ..._v                            F32 (20, 24) each
@@ -22,14 +22,14 @@ Specification (NVIDIA/Megatron-LM core_v0.19.0 and main of August 2026, d98e8a64
 * Sections of a gated delta net (`in_proj.weight.query`, ...) where Megatron-Bridge saved
   (`handle_gdn_in_state_dict` is called there alone), whole else. MLA's fused down projection is stored as its two parts
   since main; MTP's inner layer is `mtp_model_layer` in core 0.19.0 and `transformer_layer` since main.
-* Model: float32 under `--bf16`: there is no master state beside it. `megatron.main_weights` says what other formats of
-  Megatron's make of it, exactly, and back.
+* Model: float32 under `--bf16`: there is no separate master state. `megatron.main_weights` converts it exactly to and
+  from the model and master of Megatron's other formats.
 * Optimizer: every state of every parameter, `step` too (a scalar a parameter) with torch's AdamW; Apex's and
   Transformer Engine's count in the groups. `param_to_group_meta`: the hyperparameters of each parameter, an object
   each. One flat list for dense and expert parameters.
-* Boxes: FSDP cuts a flat buffer where it likes, a tensor then by whole rows, any number of them on a rank.
+* Boxes: FSDP cuts its flat buffer at any row of a tensor, so a rank has any number of whole rows.
 * The rest: `args`, `iteration`, `checkpoint_version`, `opt_param_scheduler.*`, `rng_state.(STAGE, TENSOR RANK).*`.
-  Megatron-Bridge has no `args`, and run_config.yaml beside.
+  Megatron-Bridge has no `args`, but a run_config.yaml in the folder.
 
 `megatron-fsdp` alone (the package on PyPI) saves a user's own state dict: that is `dcp`.
 
@@ -78,7 +78,7 @@ class _MegatronFsdp:
     )
 
     def detect(self, tree: Tree) -> Evidence | None:
-        """By the keys at the beginning of `.metadata`."""
+        """Recognise the folder by the keys at the beginning of `.metadata`."""
         found = fsdp_folder.find(tree)
         if found is None:
             return None
@@ -97,19 +97,19 @@ class _MegatronFsdp:
         return read_tree(tree, options)
 
     def rank_of(self, path: str, mesh: Mapping[str, int]) -> Mapping[str, int] | None:
-        """The rank alone, as the names of DCP's files have it."""
+        """Return the global rank, the only one in the names of DCP's files."""
         return rank_of(path)
 
     def fit(
         self, tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], hints: Hints, wish: LayoutWish
     ) -> Fitted:
-        """The fp32 main weights as the model. See `megatron.main_weights`."""
+        """Make the fp32 main weights the model. See `megatron.main_weights`."""
         from ckpt_tool.systems.megatron.main_weights import as_the_model
 
         return as_the_model(tensors)
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
-        """The whole output; see `megatron.fsdp_dtensor.target`."""
+        """Return all files of the output; see `megatron.fsdp_dtensor.target`."""
         from ckpt_tool.systems.megatron.fsdp_dtensor.target import fsdp_target
 
         return fsdp_target(wanted)

@@ -33,12 +33,12 @@ _MLA = "linear_qkv_down_proj."
 
 
 class FsdpKey(NamedTuple):
-    """A tensor's key, taken apart."""
+    """A tensor's key, parsed."""
 
     key: TensorKey
-    wrappers: str  # the `module.` in front
-    local: str  # what the module calls the whole tensor
-    part: str  # of `megatron.parts`, "" for the whole
+    wrappers: str  # the prefix: `module.` for each wrapper
+    local: str  # the module's name of the whole tensor
+    part: str  # of `megatron.parts`, "" for a whole tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +46,20 @@ class FsdpHints(Hint):
     """How the source spells its keys."""
 
     KEY: ClassVar[str] = "megatron_fsdp"
-    # model, optimizer: the wrappers in front
-    model: str
-    optimizer: str
-    te: bool  # norms in the linears that follow
+    model: str  # the wrappers' prefix in the model's keys
+    optimizer: str  # the wrappers' prefix in the optimizer's keys
+    te: bool  # norms are fused into the linears that follow
     container: str | None  # of experts
     mtp_inner: str | None  # what an MTP layer calls its inner one
-    halves: bool  # is a gated fc1 in halves?
-    sections: bool  # are projections of recurrent modules in sections?
-    convolution: str | None  # what stands in Mamba's `conv1d_weight`
+    halves: bool  # a gated fc1 is stored in halves
+    sections: bool  # projections of recurrent modules are stored in sections
+    convolution: str | None  # the separator in Mamba's `conv1d_weight`
     # parameters in another group than their name and shape say (`megatron.groups`) -> its number
     groups: Mapping[str, int]
 
 
 def parse(fqn: str) -> FsdpKey | None:
-    """The key of a tensor of the model or the optimizer, None for any other. Raises InputError E2007."""
+    """Return the parsed key of a tensor of the model or the optimizer, None for any other. Raises InputError E2007."""
     found = _MODEL_KEY.fullmatch(fqn)
     if found is not None:
         return _parse_local(found[2], MODEL, found[1])
@@ -74,12 +73,13 @@ def _parse_local(local: str, state: str, wrappers: str) -> FsdpKey:
 
 
 def unwrapped(name: str) -> str:
-    """A parameter's name without its wrappers."""
+    """Return a parameter's name without the wrappers' prefix."""
     return name[_WRAPPERS.match(name).end() :]  # type: ignore[union-attr]  # matches nothing too
 
 
 def logical(local: str) -> str:
-    """The logical name of what a module calls `local`. Raises InputError E2007 for a tensor that holds several."""
+    """Return the logical name of a module's tensor `local`. Raises InputError E2007 if it holds several logical
+    tensors."""
     if _MLA in local or names.grouped_of(local) is not None:
         what = "MLA's down projections of queries and of keys and values" if _MLA in local else "all experts of a layer"
         raise InputError(
@@ -94,7 +94,7 @@ def logical(local: str) -> str:
 
 
 def spelled(name: str, hints: FsdpHints, every: Container[str]) -> str:
-    """What a module calls the logical name. every: logical names."""
+    """Return the module's name of a logical tensor: the inverse of `logical`. every: all logical names."""
     expert = names.expert_of(name)
     if expert is not None:
         return names.in_container(expert, hints.container or names.SEQUENTIAL)
@@ -102,14 +102,14 @@ def spelled(name: str, hints: FsdpHints, every: Container[str]) -> str:
     return names.convolution(names.mtp_inner(name, hints.mtp_inner or MTP_INNER), hints.convolution or "_")
 
 
-MTP_INNER = "mtp_model_layer"  # of core 0.19, whose loader leaves out in silence what it does not find
+MTP_INNER = "mtp_model_layer"  # of core 0.19, whose loader silently skips parameters that it does not find
 
 
 def model_key(local: str, hints: FsdpHints, part: str = "") -> str:
-    """The key of a model's tensor."""
+    """Return the key of a model's tensor, or of its part `part`."""
     return f"model.{hints.model}{of_part(local, part) if part else local}"
 
 
 def state_key(local: str, state: str, hints: FsdpHints, part: str = "") -> str:
-    """The key of a state."""
+    """Return the key of an optimizer's state of a tensor, or of its part `part`."""
     return f"{STATES}{hints.optimizer}{of_part(local, part) if part else local}.{state}"

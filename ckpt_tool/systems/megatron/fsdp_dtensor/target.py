@@ -1,4 +1,4 @@
-"""Writing a Megatron-FSDP checkpoint, so that Megatron's own `load_checkpoint` takes it with any degrees.
+"""Plans a Megatron-FSDP checkpoint that Megatron's own `load_checkpoint` accepts with any degrees.
 
 The one idea: the inverse of reading. A name gives back its key, a gated fc1 its halves; boxes are those of tensor
 ranks, cut by whole rows between data ranks; everything else is one nested dict, flattened as torch does.
@@ -8,12 +8,13 @@ ranks, cut by whole rows between data ranks; everything else is one nested dict,
 
 * Spelling is the source's own, else by the arguments: Transformer Engine's norms and experts with its spec, halves with
   `swiglu`, MTP's inner layer as core 0.19 has it.
-* A tensor that is stored whole and has halves or sections has the rows of each tensor rank together, for `--tp` as
-  wished: only a job of that tensor degree reads it right, as with Megatron's own files. A note names it.
-* Rows of a vocabulary are padded with zeros to what Megatron asks for; how many are real stands under a key of ours.
-* The optimizer's hyperparameters stand at each parameter; a group that the source lacks is made from its twin
-  (`megatron.groups`). RNG states go to `rng_state` where tensor ranks are the source's, else they are left out, in
-  words.
+* A tensor that is stored whole and has halves or sections has the rows of each tensor rank together, for the requested
+  `--tp`: only a job of that tensor degree reads it correctly, as with Megatron's own files. A note names it.
+* A vocabulary is padded with zero rows to the number that Megatron expects; the real number is stored under a key of
+  ours.
+* The optimizer's hyperparameters are stored with each parameter; a group that the source lacks is made from its most
+  similar one (`megatron.groups`). RNG states go to `rng_state` if the tensor ranks are the source's, else they are left
+  out, with a note.
 
 Sources: `megatron.fsdp_dtensor.format`; torch 2.13's loader asks for keys of its own and takes any boxes. Cost: 20 us a
 box and hyperparameter. What it does not do: the uneven cuts of FSDP's own buffer, pipeline stages (`format`).

@@ -1,12 +1,12 @@
-"""The optimizer of an adapter that verl trained in Megatron: in `dist_ckpt/` beside the adapter's files.
+"""The optimizer of an adapter that verl trained in Megatron: in `dist_ckpt/`, next to the adapter's files.
 
     actor/adapter_checkpoint/mp_rank_TT[_PPP][_EEE]_adapter.pt    the adapter (`systems.megatron.legacy.adapter_files`)
     actor/dist_ckpt/    optimizer.state.exp_avg.decoder.layers.self_attention.linear_proj.adapter.linear_in.weight, ...
 
 `MegatronCheckpointManager.generate_state_dict` hands Megatron's optimizer the model's sharded state dict, so its states
-have the model's keys, as a torch_dist has them (`systems.megatron.torch_dist`): an adapter's are called as its tensors
-are. They are joined where every name and shape is the adapter's and no rows lie in an order of the tensor ranks
-(`systems.megatron.adapter.stretches`); else they stay behind, and a note says why.
+have the model's keys, as a torch_dist has them (`systems.megatron.torch_dist`), which for an adapter are the names of
+its tensors. They are added to the adapter if every name and shape is the adapter's and no rows are stored in an order
+of the tensor ranks (`systems.megatron.adapter.stretches`); else they are dropped, and a note states why.
 
 Source: volcengine/verl b178a3cd `utils/checkpoint/megatron_checkpoint_manager.py`,
 `utils/megatron/dist_checkpointing.py`.
@@ -35,8 +35,10 @@ _FOLDER = STATES.rstrip("/")
 
 
 def with_states(tree: Tree, catalog: Catalog, options: ReadOptions) -> Catalog:
-    """The catalog of an adapter's files with the optimizer's states beside them; any other as it is. Raises nothing: a
-    fault of that folder is in the note."""
+    """Return the catalog of an adapter's files with the optimizer's states added; any other catalog unchanged.
+
+    Faults in the folder of the states are reported in a note, because the adapter is complete without them.
+    """
     if not states_beside(tree):
         return catalog
     lora = catalog.hints.get(LoraHints)

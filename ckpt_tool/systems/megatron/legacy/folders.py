@@ -1,8 +1,8 @@
-"""The rank folders of a legacy Megatron checkpoint: which coordinates each stands for, and which are missing.
+"""The rank folders of a legacy Megatron checkpoint: the coordinates of each, and which are missing.
 
-The one idea: a folder's name holds up to three numbers, `mp_rank_TT[_PPP][_EEE]`, and two mean stage or expert rank by
-what `args` say. Tensor rank and expert rank come from one number, the rank within the stage (`r`): TT = r mod TP, EEE =
-(r div ETP) mod EP, and the experts' tensor rank is r mod ETP. So not every pair exists:
+The one idea: a folder's name holds up to three numbers, `mp_rank_TT[_PPP][_EEE]`; if it has two, `args` decide whether
+the second is the stage or the expert rank. Tensor rank and expert rank come from one number, the rank within the stage
+(`r`): TT = r mod TP, EEE = (r div ETP) mod EP, and the experts' tensor rank is r mod ETP. So not every pair exists:
 
     TP 2, EP 2, ETP 1:   r = 0 -> 00_000   r = 1 -> 01_001   r = 2 -> 00_000   r = 3 -> 01_001
 
@@ -33,7 +33,7 @@ from ckpt_tool.systems.megatron.stages import nearest
 
 MISSING = "E0302"
 DEGREES = "E0274"
-MOST_FOLDERS = 1 << 14  # that are counted though they are not there
+MOST_FOLDERS = 1 << 14  # at most so many missing folders are listed
 MODEL_FILE = "model_optim_rng.pt"
 OPTIM_FILE = "distrib_optim.pt"
 _FOLDER = re.compile(r"((?:iter_\d{7,}/|release/)?)(mp_rank_(\d{2,4})(?:_(\d{3,4}))?(?:_(\d{3,4}))?)/(.+)", re.ASCII)

@@ -1,34 +1,33 @@
-"""`megatron`: Megatron's checkpoints before torch_dist (`--ckpt-format torch`): a folder a rank, each with its own
+"""`megatron`: Megatron's checkpoints before torch_dist (`--ckpt-format torch`): a folder for each rank, with its
 pickles.
 
 The one idea: a rank's file is a piece of the model under the rank's own names. Coordinates (from the folder), layers
 (from the stage) and experts (from the expert rank) turn names and shapes into boxes of logical tensors; the optimizer's
-nameless arrays follow the model's order. Nothing of a pickle is run: `args` is read as data.
+nameless arrays follow the model's order. No code in a pickle is run: `args` is read as data.
 
     iter_0000002/mp_rank_01_001/model_optim_rng.pt  {"model": {"decoder.layers.0.mlp.linear_fc1.weight": (48, 32)}, ...}
     -> decoder.layers.2.mlp.linear_fc1.weight (96, 32), rows 24..48 and 72..96
 
 Specification (NVIDIA/Megatron-LM, core 0.5 to 0.19; 0.16.1 `training/checkpointing.py` where nothing else is stated):
 
-* `latest_checkpointed_iteration.txt` in the root: a decimal iteration or `release`; the checkpoint lies in `iter_%07d`
-  or `release`, in folders `mp_rank_TT[_PPP][_EEE]` (`megatron.legacy.folders`).
+* `latest_checkpointed_iteration.txt` in the root: a decimal iteration or `release`; the checkpoint is in `iter_%07d` or
+  `release`, in folders `mp_rank_TT[_PPP][_EEE]` (`megatron.legacy.folders`).
 * `model_optim_rng.pt`, a zip of `torch.save`: `args` (Namespace), `checkpoint_version` 3.0, `iteration`, `model` (or
   `model0`, `model1`, ... of a virtual pipeline), `optimizer`, `opt_param_scheduler`, `rng_state`,
-  `num_floating_point_operations_so_far`; others travel as they are.
+  `num_floating_point_operations_so_far`; other keys are copied unchanged.
 * Names and order: `megatron.stored_names`; layers: `megatron.stages`; boxes: `megatron.rules`. `_extra_state` holds
-  None, or FP8 scales (left behind, by name). A tied head on a later stage is a copy of the embedding, as is the
+  None, or FP8 scales (`megatron.extra_states`). A tied head on a later stage is a copy of the embedding, as is the
   embedding of an MTP stage.
 * Optimizer (`megatron.optimizer`): without the distributed one `{optimizer: {state, param_groups},
   fp32_from_fp16_params}`, or the inner dict alone for fp32 models; with it the groups alone, and `distrib_optim.pt`
   with flat buffers (`megatron.optimizer`). With parallel experts both are lists [dense, experts].
-* Muon and Lion are a chain of two optimizers, [matrices, rest]; a layer-wise one shares them out among data ranks, in
-  `layer_wise_optimizer_<data rank>.pt`, read and written as the plain chain (`megatron.chains`).
-* verl's adapters are files beside no folder, `mp_rank_TT[_PPP][_EEE]_adapter.pt` (`megatron.legacy.adapter_files`;
-  read).
-* What Megatron has no place for (an EMA, states of a foreign optimizer) lies under a key of ours, `ckpt`, which
-  Megatron does not look at: {"states": {chunk: {state: {the rank's name: tensor}}}, "tensors": {state: {name: tensor}},
-  "extras": {...}, "vocab_rows": N, "vocab_tail": {state: {name: rows}}} (`megatron.wanted` says what the last two are
-  for).
+* Muon and Lion are a chain of two optimizers, [matrices, rest]; a layer-wise one distributes the parameters over data
+  ranks, in `layer_wise_optimizer_<data rank>.pt`, which is read and written as the plain chain (`megatron.chains`).
+* verl's adapters are files without rank folders, `mp_rank_TT[_PPP][_EEE]_adapter.pt` (`megatron.legacy.adapter_files`;
+  only read).
+* Values that Megatron has no place for (an EMA, states of a foreign optimizer) are stored under a key of ours, `ckpt`,
+  which Megatron ignores: {"states": {chunk: {state: {the rank's name: tensor}}}, "tensors": {state: {name: tensor}},
+  "extras": {...}, "vocab_rows": N, "vocab_tail": {state: {name: rows}}} (`megatron.wanted` explains the last two).
 
 States: model, master (fp32), exp_avg, exp_avg_sq, step (a tensor a parameter, where torch's Adam wrote one).
 RNG states are extras, by folder, as bytes. Cost: a pickle a rank. What it does not do: names of the pre-core classes
@@ -72,7 +71,9 @@ class _Megatron:
     )
 
     def detect(self, tree: Tree) -> Evidence | None:
-        """By the names of rank folders, or of verl's files of adapters: what its `dist_ckpt/` holds is theirs then."""
+        """Recognise rank folders, or verl's files of adapters, by their names; verl's `dist_ckpt/` belongs to the
+        adapter.
+        """
         folders = rank_folders(tree)
         adapters = adapter_files(tree)
         if adapters and not folders:
@@ -101,19 +102,19 @@ class _Megatron:
         return read_ranks(tree)
 
     def rank_of(self, path: str, mesh: Mapping[str, int]) -> Mapping[str, int] | None:
-        """tp, and pp and ep as far as the folder's name has them."""
+        """Return tp, and pp and ep if the folder's name has them."""
         return rank_in(path, mesh)
 
     def fit(
         self, tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], hints: Hints, wish: LayoutWish
     ) -> Fitted:
-        """Main weights (Megatron-FSDP's model) as master and model. See `megatron.main_weights`."""
+        """Split main weights (Megatron-FSDP's model) into master and model. See `megatron.main_weights`."""
         from ckpt_tool.systems.megatron.main_weights import with_masters
 
         return with_masters(tensors, extras)
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
-        """The whole output; see `systems.megatron.legacy.target`."""
+        """Return all files of the output; see `systems.megatron.legacy.target`."""
         from ckpt_tool.systems.megatron.legacy.target import legacy_target
 
         return legacy_target(wanted)

@@ -1,22 +1,22 @@
-"""Reading a legacy Megatron checkpoint: every rank's pickles, put into one catalog.
+"""Reads a legacy Megatron checkpoint: every rank's pickles, put into one catalog.
 
-Three passes over values that are small. Pickles of all ranks give names and shapes; names give the layers of each stage
-and the experts of each rank, and with them where everything is in the whole model; then boxes are gathered
+Three passes, all over small values: the pickles of all ranks yield names and shapes; names yield the layers of each
+stage and the experts of each rank, and so the position of every array in the whole model; then boxes are gathered
 (`megatron.job`).
 
-The optimizer's arrays get their names from the rank's own model (`megatron.optimizer`), proved by sizes: a flat buffer
-must be exactly as long as its parameters make it, a numbered array must have its parameter's shape. What does not fit
-is an error, not a guess.
+The optimizer's arrays get their names from the rank's own model (`megatron.optimizer`), checked by sizes: a flat buffer
+must be exactly as long as its parameters make it, a numbered array must have its parameter's shape. A misfit is an
+error, never a guess.
 
     distrib_optim.pt    {0: {(bf16, f32): {param, exp_avg, exp_avg_sq: f32 [10112]}}}     -> master, exp_avg, exp_avg_sq
     model_optim_rng.pt  optimizer.state {3: {exp_avg, exp_avg_sq, step}}, fp32_from_fp16_params [[...], [...]]
-    layer_wise_optimizer_0.pt    the same of what data rank 0 was dealt (`megatron.chains`)
+    layer_wise_optimizer_0.pt    the same for the parameters assigned to data rank 0 (`megatron.chains`)
 
 Before 2024-02-13 Megatron wrote each bucket under a plain dtype, in another order of parameters (0.16.1
-`load_parameter_state_from_dp_zero_legacy`): refused by name.
+`load_parameter_state_from_dp_zero_legacy`): such files are refused.
 
-Specification: `systems.megatron.legacy.format`. Cost: a pickle a rank, some us a parameter and state. Of values, RNG
-states alone are read (some KiB a rank, for up to 64 ranks)."""
+Specification: `systems.megatron.legacy.format`. Cost: a pickle a rank, some us a parameter and state. Of tensor values
+only RNG states are read (some KiB a rank, for up to 64 ranks)."""
 
 from __future__ import annotations
 
@@ -67,23 +67,23 @@ from ckpt_tool.systems.megatron.optimizer import Bucketing, Buffer, bucketing_of
 from ckpt_tool.systems.megatron.rules import gated
 from ckpt_tool.systems.megatron.stages import Stages, from_counts
 
-OURS = "ckpt"  # the key of what Megatron has no place for
+OURS = "ckpt"  # key of the values that Megatron has no place for
 STEPS = "E0379"
 FORM = "E0303"
 UNFIT = "E2004"
 RNG_RANKS = 64  # beyond so many ranks their RNG states are left unread
-RNG_BYTES = 1 << 16  # of one state
+RNG_BYTES = 1 << 16  # the largest RNG state
 EXTRA_BYTES = 1 << 26  # of an extra state: 1024 steps of amax of a thousand tensors are 4 MiB
 
 
 @dataclass(slots=True)
 class _RankFiles:
-    """A rank's model file, sorted by what its arrays are."""
+    """A rank's model file, its arrays sorted by kind."""
 
     path: str  # the rank's folder
     content: TorchContent
     chunks: list[list[tuple[str, StoredArray]]]  # by chunk: parameters and buffers in the model's order
-    rest: list[tuple[Path, StoredArray]]  # what is neither of the following
+    rest: list[tuple[Path, StoredArray]]  # arrays of no other kind
     optimizer: list[tuple[Path, StoredArray]]  # paths below `optimizer`
     ours: list[tuple[Path, StoredArray]]  # paths below our own key
     rng: list[tuple[Path, StoredArray]]
@@ -91,11 +91,12 @@ class _RankFiles:
 
     @property
     def extras(self) -> dict[Any, Any]:
+        """The file's values that are no tensors."""
         return self.content.extras if isinstance(self.content.extras, dict) else {}
 
 
 def read_ranks(tree: Tree) -> Catalog:
-    """The catalog. Raises what `systems.megatron.legacy.format` says."""
+    """Return the catalog of the checkpoint. `systems.megatron.legacy.format` lists the errors."""
     folders = rank_folders(tree)
     if not folders:
         raise UnknownFormat(
@@ -152,7 +153,7 @@ def _sort_model_file(tree: Tree, path: str, content: TorchContent) -> _RankFiles
 
 
 def _is_chunk(key: Any) -> bool:
-    """Is it the key of a chunk of the virtual pipeline: `model`, `model0`, `model1`, ...?"""
+    """Return whether it is the key of a chunk of the virtual pipeline: `model`, `model0`, `model1`, ..."""
     if not isinstance(key, str) or not key.startswith("model"):
         return False
     number = key.removeprefix("model")
@@ -184,12 +185,12 @@ class Gathering:
             gathered[2].append(slot.chunk(array))
 
     def add_whole(self, key: TensorKey, array: StoredArray) -> None:
-        """A tensor that every rank keeps whole (a step counter)."""
+        """Add a tensor that every rank has whole (a step counter)."""
         box = Box((0,) * len(array.shape), array.shape)
         self._gathered.setdefault(key, (array.shape, array.dtype, []))[2].append(Chunk(box, array, box))
 
     def hide(self, key: TensorKey, path: Path, array: StoredArray, fault: CkptError) -> None:
-        """A rank's part of a tensor whose parts make no whole."""
+        """Replace a tensor that can't be put together from the ranks' parts by a placeholder with the fault."""
         hidden = Hidden(path, array.shape, array.dtype.name, fault=fault)
         self._gathered.setdefault(key, (array.shape, array.dtype, []))
         self._gathered[key][2][:] = [Chunk(whole(array.shape), hidden.array(array.path), whole(array.shape))]
@@ -212,7 +213,7 @@ class Gathering:
         self._gathered[key] = ((shape[0] + array.shape[0], *shape[1:]), dtype, chunks)
 
     def tensors(self) -> dict[TensorKey, LogicalTensor]:
-        """All tensors: by state, parameters in the order in which the model registers them."""
+        """Return all tensors, state by state, parameters in the order in which the model registers them."""
         states = {key.state: None for key in self._gathered}
         tensor_names = list(dict.fromkeys(key.name for key in self._gathered))
         ordered_names = [tensor_names[i] for i in names.registration_order(tensor_names)]

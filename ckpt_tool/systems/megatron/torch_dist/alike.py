@@ -1,7 +1,7 @@
-"""Tensors that are laid out alike: of one state, shape and dtype, with names that differ in two numbers alone, the
-layer's and the expert's.
+"""Groups of tensors with the same layout: they have one state, shape and dtype, and their names differ only in the
+numbers of layer and expert.
 
-The one idea: what holds for one of them holds for all, so a layout asks once a `Class` what it would ask of every
+The one idea: whatever is decided for one of them holds for all, so a layout decides once for each `Class`, not for each
 tensor.
 
     decoder.layers.{0..47}.mlp.experts.local_experts.{0..127}.linear_fc1.weight (1536, 2048), BF16: one class of 6,144
@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"\.(0|[1-9][0-9]{0,8})(?=\.)")
 
 
 class StackSpot(NamedTuple):
-    """The place of a tensor among those that are alike but for the numbers in their keys."""
+    """A tensor's name, split into a template and the numbers of layer and expert."""
 
     template: str
     stack: str  # whose layer it is, the language model's or a tower's ("": in none)
@@ -33,7 +33,7 @@ class StackSpot(NamedTuple):
     expert: int | None
 
     def placed(self, *, layer: bool, expert: bool = False) -> str:
-        """The template with the numbers that are asked for, where there are any."""
+        """Return the template with the requested numbers put back, if the tensor has them."""
         out = self.template
         if expert and self.expert is not None:
             out = out.replace(".experts.experts.", f".experts.experts.{self.expert}.", 1)
@@ -41,7 +41,7 @@ class StackSpot(NamedTuple):
 
 
 def spot_of(name: str) -> StackSpot:
-    """The spot that a name tells."""
+    """Return the template of a name, and its numbers of layer and expert."""
     layer = expert = None
     found = _LAYER.fullmatch(name)
     stack = ""
@@ -58,7 +58,7 @@ def spot_of(name: str) -> StackSpot:
 
 
 class StackMember(NamedTuple):
-    """Wanted tensor number `number`, and the layer and the expert that its name tells."""
+    """Wanted tensor number `number`, with the numbers of layer and expert in its name."""
 
     number: int
     layer: int | None
@@ -66,11 +66,10 @@ class StackMember(NamedTuple):
 
 
 class Class(NamedTuple):
-    """Tensors that are laid out alike, in the order of the wanted ones."""
+    """Tensors with the same layout, in the order of the wanted tensors."""
 
-    # name, spot: the first one's
-    name: str
-    spot: StackSpot
+    name: str  # of the first one
+    spot: StackSpot  # of the first one
     state: str
     shape: tuple[int, ...]
     dtype: DType
@@ -78,7 +77,7 @@ class Class(NamedTuple):
 
 
 def classes(tensors: Iterable[tuple[int, WantedTensor]]) -> list[Class]:
-    """The classes of tensors, given with their numbers, in the order of their first ones."""
+    """Return the classes of tensors (given with their numbers), in the order of their first members."""
     listed = list(tensors)
     read = dict(_read(dict.fromkeys([tensor.key.name for _, tensor in listed])))
     found: dict[tuple[object, ...], Class] = {}
@@ -94,7 +93,7 @@ def classes(tensors: Iterable[tuple[int, WantedTensor]]) -> list[Class]:
 
 
 def _read(every: Iterable[str]) -> Iterator[tuple[str, tuple[int, int | None, int | None]]]:
-    """(name, (number of its form, layer, expert)): names of one form differ in layers and experts alone."""
+    """Yield (name, (number of its form, layer, expert)); names of one form differ only in layer and expert."""
     holes: dict[tuple[str, ...], tuple[int, int]] = {}
     forms: dict[object, int] = {}
     for name in every:
@@ -113,8 +112,10 @@ def _read(every: Iterable[str]) -> Iterator[tuple[str, tuple[int, int | None, in
 
 
 def _holes(spot: StackSpot, texts: tuple[str, ...]) -> tuple[int, int]:
-    """Which of the numbers between `texts` are the layer's and the expert's of a name of that spot; -1: none. The texts
-    decide that alone."""
+    """Return the positions of layer and expert among the numbers between `texts`, -1 if there is none.
+
+    They depend only on the texts, so `spot` may be that of any name with the same texts.
+    """
     last = len(texts) - 2 - (texts[-1] == ".")  # a number with nothing behind it numbers nothing
     experts = [k for k, text in enumerate(texts[: last + 1]) if text.endswith(".experts.local_experts")]
     return -1 if spot.layer is None else 0, -1 if spot.expert is None else experts[-1]

@@ -1,8 +1,8 @@
-"""The files of a torch_dist checkpoint: which folder is one, whether its save was finished, what `integrity.json` says.
+"""The files of a torch_dist checkpoint: finds its folder, checks that the save was finished and `integrity.json` holds.
 
-    iter_0000002/.metadata       which box of which tensor lies where (`dcp_container.dcp_metadata`)
+    iter_0000002/.metadata       location of each box of each tensor (`dcp_container.dcp_metadata`)
                  __R_S.distcp    rank R's file number S
-                 common.pt       what is no tensor; absent from core 0.19 on (then an item `common_state/shard_0_1`)
+                 common.pt       values that are no tensors; from core 0.19 on an item `common_state/shard_0_1` instead
                  metadata.json   {"sharded_backend": "torch_dist", "sharded_backend_version": 1, ...}, written last
                  integrity.json  {"algorithm": "sha256", "files": {name: hex}}, optional, core >= 0.19, written after it
 
@@ -43,7 +43,7 @@ HASHED = 16 << 20  # bytes of a file that is hashed when the folder is opened
 _CONFIG_LIMIT = 4096
 _LIST_LIMIT = 64 << 20
 _BLOCK = 4 << 20  # bytes of a read while hashing
-JOB = "dist_ckpt/"  # verl's, beside `huggingface/`, where the model's config is
+JOB = "dist_ckpt/"  # verl's folder, next to `huggingface/` with the model's config
 _FOLDERS = ("", "weights/", "model_weights/", JOB)
 _METADATA_HEAD = 24 << 10  # bytes of .metadata in which a key of Megatron's is looked for
 _STEP = re.compile(r"iter_\d{7,}/")
@@ -51,7 +51,8 @@ _HEX = re.compile(r"[0-9a-fA-F]{64}")
 
 
 def find(tree: Tree) -> tuple[str, str] | None:
-    """(folder with its slash, why) of the checkpoint in `tree`; None when there is none. Reads at most 32 KiB."""
+    """Return (folder with its slash, reason) of the checkpoint in `tree`, None if there is none. Reads at most 32
+    KiB."""
     if tree.single is not None:
         return None
     for folder in (*_FOLDERS, *pointed(tree)):

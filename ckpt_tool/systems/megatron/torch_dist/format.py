@@ -1,8 +1,8 @@
-"""`megatron-dist`: Megatron's `torch_dist` checkpoints: model, optimizer and what belongs to them, without Megatron.
+"""`megatron-dist`: Megatron's `torch_dist` checkpoints: model, optimizer and job state, without Megatron installed.
 
 The one idea: the folder is a DCP (`systems.torch.dcp.format`) whose keys, shapes and objects follow Megatron's rules;
-this format undoes the rules (stacked layers, stacked experts, parted gate and up, flat optimizer buckets), so that
-every parameter has one name and one shape, whatever degrees wrote it, and does them again when it writes.
+reading undoes the rules (stacked layers, stacked experts, separate gate and up, flat optimizer buckets), so that every
+parameter has one name and one shape, whatever degrees wrote it; writing applies them again.
 
     decoder.layers.mlp.linear_fc1.weight  BF16 (4, 96, 32)  in boxes (1, 24, 32)    4 layers, TP 2, gate and up
     -> decoder.layers.0.mlp.linear_fc1.weight (96, 32) of 4 chunks, ... decoder.layers.3.mlp.linear_fc1.weight
@@ -23,14 +23,15 @@ Specification (NVIDIA/Megatron-LM, core 0.16.1 where nothing else is stated; `me
   `fully_sharded_model_space` (0.6-0.15): `optimizer.state.{fp32_param,...}.KEY`, flattened ranges;
   where data ranks hold slices of the last dim of a tensor that is stored flattened: (X, Y) whose ranks hold (x, y) is
   (X/x, Y/y, x*y). So (128, 32) over 2 ranks is (2, 1, 2048), and the piece at (1, 0, 1000) of 1048 elements begins at
-  element 1000 of the lower half: rows 95.25-127, at most 2n - 1 boxes. The true shape stands in `.metadata`, attribute
-  `mcore_data`; one-dimensional tensors have it since core 0.11, before that they lay as they are. Source: core 0.14
+  element 1000 of the lower half: rows 95.25-127, at most 2n - 1 boxes. The true shape is in `.metadata`, attribute
+  `mcore_data`; one-dimensional tensors are stored so since core 0.11, before that in their own shape. Source: core 0.14
   `dist_checkpointing/strategies/torch.py` (`mcore_data`), removed from core 0.16 (pull request 2126);
   `dp_reshardable` (before 0.15: `fully_sharded_bucket_space`), the default: flat buckets without names
   (`megatron.torch_dist.flat`); `dp_zero_gather_scatter` (core <= 0.14): the same in one object a rank. Hyperparameters
-  lie in the common state, or with the flat buckets as objects a rank.
-* An adapter alone (a LoRA run of Megatron-Bridge): the same keys below `.adapter.`, see `systems.megatron.adapter`.
-* Steps stand in `param_groups`. RNG states are objects keyed by pipeline and tensor rank.
+  are in the common state, or with flat buckets in an object for each rank.
+* An adapter without its base (a LoRA run of Megatron-Bridge): the same keys below `.adapter.`, see
+  `systems.megatron.adapter`.
+* Steps are in `param_groups`. RNG states are objects keyed by pipeline and tensor rank.
 
 Reading: `megatron.torch_dist.read`; writing: `megatron.torch_dist.target`. Cost: 0.1 ms a box. What it does not do:
 zarr (core <= 0.15 can read it), Megatron-FSDP's `fsdp_dtensor` (`megatron-fsdp`), FP8 scales in extra states.
@@ -67,7 +68,7 @@ class _MegatronDist:
         dialect="megatron",
         own_layout=True,
         uses_options=frozenset({"spec", "pp-split"}),
-        # Megatron's `load_args_from_checkpoint` wants the iteration; weights without one have 0
+        # Megatron's `load_args_from_checkpoint` requires the iteration; weights without one get 0
         with_args={"checkpoint_version": 3.0, "iteration": 0},
         dtypes=frozenset(("F4", "F6_E2M3", "F6_E3M2")),
         all_experts=True,
@@ -78,7 +79,7 @@ class _MegatronDist:
     late_faults = staticmethod(megatron_dist_folder.late_faults)
 
     def detect(self, tree: Tree) -> Evidence | None:
-        """By `metadata.json`, or `common.pt` beside items."""
+        """Recognise the folder by `metadata.json`, or by `common.pt` next to items."""
         found = megatron_dist_folder.find(tree)
         if found is None:
             return None
@@ -97,19 +98,19 @@ class _MegatronDist:
         return read_tree(tree, options)
 
     def rank_of(self, path: str, mesh: Mapping[str, int]) -> Mapping[str, int] | None:
-        """The rank alone, as the names of DCP's files have it."""
+        """Return the global rank, the only one in the names of DCP's files."""
         return rank_of(path)
 
     def fit(
         self, tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], hints: Hints, wish: LayoutWish
     ) -> Fitted:
-        """Main weights (Megatron-FSDP's model) as master and model. See `megatron.main_weights`."""
+        """Split main weights (Megatron-FSDP's model) into master and model. See `megatron.main_weights`."""
         from ckpt_tool.systems.megatron.main_weights import with_masters
 
         return with_masters(tensors, extras)
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
-        """The whole output; see `systems.megatron.torch_dist.target`."""
+        """Return all files of the output; see `systems.megatron.torch_dist.target`."""
         from ckpt_tool.systems.megatron.torch_dist.target import dist_target
 
         return dist_target(wanted)

@@ -1,8 +1,9 @@
 """The keys of a torch_dist checkpoint and the logical names of its tensors, both ways.
 
-The one idea: a key is a name with two holes. In "homogeneous" checkpoints all layers share one key and lie along a
-first dim; all experts share one key and lie along the next. So a key shows how many leading dims are positions
-(`leads`), and the name of a position is the key with the numbers put back, its norms under the local spec's alias:
+The one idea: a key is a name without the numbers of layer and expert. In "homogeneous" checkpoints all layers share one
+key and are stacked along the first dim; all experts share one key and are stacked along the next. So a key shows how
+many leading dims are positions (`leads`), and the name of a position is the key with the numbers put back, norms under
+the local spec's names:
 
     decoder.layers.self_attention.linear_qkv.layer_norm_weight  (L, h)
           -> decoder.layers.{0..L-1}.input_layernorm.weight
@@ -58,7 +59,8 @@ _OPTIMIZER = re.compile(r"(?:chained_\d{1,4}\.)?optimizer\.state\.([^./]+)\.(.+)
 _NEMO = re.compile(r"module\.|model\.(?=(?:embedding|decoder|output_layer)\.)")
 _STACKED = re.compile(rf"({STACK})\.(?!\d+\.)(.+)", re.DOTALL)
 _EXPERTS = ".experts.experts."
-KINDS: Mapping[str, bool] = {"sliding": True, "global": False}  # of attentions that are stored apart: through a window?
+# Kinds of attention that are stored under separate keys -> whether the kind has a sliding window.
+KINDS: Mapping[str, bool] = {"sliding": True, "global": False}
 _ATTENTION = ".self_attention."
 _KIND = re.compile(r"(.*\.self_attention)_(sliding|global)(\..+)", re.DOTALL)
 _OBJECT = re.compile(r"(.+)/shard_(\d{1,18}(?:\.\d{1,18})*)_(\d{1,18}(?:\.\d{1,18})*)", re.DOTALL)
@@ -66,20 +68,20 @@ _MASTERS = ("param", "fp32_param", "master_param")
 
 
 class DistKey(NamedTuple):
-    """A tensor's key, taken apart."""
+    """A tensor's key, parsed."""
 
     state: str
-    key: str  # of the model's tensor, without the optimizer's front
-    # layers, experts: does a leading dim number layers, experts?
-    layers: bool
-    experts: bool
-    # the one that is stored under it, of `parts` that lie one below the other in the tensor ("" and none for all): the
-    # gate's ("w") or the up's ("v") half of a singleton fc1, a section of a recurrent module
+    key: str  # of the model's tensor, without the optimizer's prefix
+    layers: bool  # a leading dim numbers the layers
+    experts: bool  # a leading dim numbers the experts
+    # Which of `parts` is stored under the key, "" for the whole tensor: the gate's ("w") or the up's ("v") half of a
+    # singleton fc1, or a section of a recurrent module.
     part: str = ""
 
     @property
     def kind(self) -> str:
-        """Of which of `KINDS` its layers are: they alone are counted by its leading dim; "" for layers of all kinds."""
+        """The kind (of `KINDS`) of the layers under this key, which the leading dim counts; "" if they are of all
+        kinds."""
         found = _KIND.fullmatch(self.key) if ".self_attention_" in self.key else None
         return found[2] if found else ""
 
@@ -91,7 +93,7 @@ class DistKey(NamedTuple):
 
     @property
     def leads(self) -> int:
-        """Leading dims that are positions."""
+        """The number of leading dims that are positions: layers, experts."""
         return self.layers + self.experts
 
     @property
@@ -101,7 +103,7 @@ class DistKey(NamedTuple):
 
 
 class ObjectKey(NamedTuple):
-    """A stored object: `rng_state/shard_0.1_2.2` is base rng_state, at (0, 1), of shape (2, 2)."""
+    """The key of a stored object: `rng_state/shard_0.1_2.2` is base rng_state, at (0, 1) in a grid of shape (2, 2)."""
 
     base: str
     at: tuple[int, ...]
@@ -109,7 +111,7 @@ class ObjectKey(NamedTuple):
 
 
 def parse_object(fqn: str) -> ObjectKey | None:
-    """The key of a ShardedObject, None for any other text."""
+    """Return the parsed key of a ShardedObject, None for any other text."""
     found = _OBJECT.fullmatch(fqn)
     if found is None:
         return None
@@ -119,7 +121,7 @@ def parse_object(fqn: str) -> ObjectKey | None:
 
 
 def parse(fqn: str) -> DistKey:
-    """Any tensor key but those of flat buckets."""
+    """Return a parsed tensor key. Keys of flat buckets are not supported, because they hold no names."""
     state = MODEL
     key = fqn
     found = _OPTIMIZER.fullmatch(fqn)
@@ -135,7 +137,7 @@ def parse(fqn: str) -> DistKey:
 
 
 def of_kind(key: str, kind: str) -> str:
-    """The key of an attention that is stored apart for layers of that kind; any other key as it is.
+    """Return the key of an attention for layers of `kind`; any other key unchanged.
 
     >>> of_kind("decoder.layers.self_attention.linear_qkv.weight", "global")
     'decoder.layers.self_attention_global.linear_qkv.weight'
@@ -144,8 +146,11 @@ def of_kind(key: str, kind: str) -> str:
 
 
 def name_of(key: DistKey, at: tuple[int, ...] = ()) -> str:
-    """The logical name of the tensor of that layer, of that expert (as many numbers as `key.leads`). Layers of a kind
-    have their numbers among all."""
+    """Return the logical name of one tensor under `key`.
+
+    at: the numbers of its layer and expert, as many as `key.leads`. If layers of one kind have a key of their own, the
+    number still counts all layers.
+    """
     name = key.plain
     rest = list(at)
     if key.layers:
@@ -159,12 +164,15 @@ def name_of(key: DistKey, at: tuple[int, ...] = ()) -> str:
 
 
 def stored(name: str) -> str:
-    """A name as its key has it, positions and norms aside: without the mark of what lies by key head, with Mamba's
-    convolution as a module, with MTP's inner stack of a hybrid model."""
+    """Return a logical name as a key spells it, apart from positions and norms.
+
+    It is without the mark for rows by key head, with Mamba's convolution as a module, and with Megatron's name of MTP's
+    inner layer.
+    """
     return mtp_inner(convolution(name.removesuffix(BY_HEAD), "."), "transformer_layer")
 
 
-# -- how a source spells its keys, to spell them so again --------------------------------------------------------------
+# -- how a source spells its keys, so that a writer can spell them the same way ----------------------------------------
 
 STACKED_LAYERS = "stacked-layers"
 STACKED_EXPERTS = "stacked-experts"
@@ -174,13 +182,15 @@ APART = "attentions-apart"  # by `KINDS`
 
 
 def stacked_style(stack: str) -> str:
-    """The style of modules `stack` that share keys: one for a language model's layers, one for each of a tower's."""
+    """Return the style for a stack of modules that share keys; a tower's stacks each have a style of their own."""
     return f"stacked:{stack}" if is_tower(f"{stack}.") else STACKED_LAYERS
 
 
 def styles_of(key: DistKey) -> tuple[str, ...]:
-    """What a key shows of its checkpoint: stacked layers or experts, singleton shards, `fused:ALIAS` or
-    `plain:ALIAS` for a norm that may be stored either way."""
+    """Return the styles that a key shows: stacked layers or experts, singleton shards, the spelling of a norm.
+
+    A norm that may be stored in two ways shows `fused:ALIAS` or `plain:ALIAS`.
+    """
     found = _STACKED.fullmatch(key.key)
     out = [stacked_style(found[1])] if found is not None else []
     out += [STACKED_EXPERTS] if key.experts else []
@@ -196,9 +206,17 @@ def styles_of(key: DistKey) -> tuple[str, ...]:
 
 
 def spelled(key: str, name: str, styles: Collection[str], every: Container[str]) -> str:
-    """A key (positions aside) of logical name `name` with its norm as these styles store it. every: logical names;
-    where both spellings are in use for a norm, the plain one is that of layers that have no linear for it (Transformer
-    Engine with experts)."""
+    """Return the key with its norm spelled as in `styles`.
+
+    If both spellings of a norm are in use, layers without the linear that would fuse it (Transformer Engine with
+    experts) have the plain one.
+
+    Args:
+        key: without positions.
+        name: the logical name.
+        styles: of the source.
+        every: all logical names.
+    """
     place = norm_place(name, every)
     if place is None or place.rest not in ("weight", "bias") or f"fused:{place.plain}" not in styles:
         return key

@@ -1,4 +1,4 @@
-"""NeMo 2's folder around a torch_dist checkpoint: the model's config where a Megatron job has its arguments.
+"""NeMo's folder around a torch_dist checkpoint: the model's config in place of a Megatron job's arguments.
 
     NAME/weights/              torch_dist, `module.` in front of the keys; the common state is Lightning's, no `args`
          context/model.yaml    the model and its `config:` as data, each object a map with `_target_`
@@ -8,11 +8,11 @@ The config's fields become Megatron-LM's arguments, where those have the same wo
 plain YAML: nothing is imported or called. The strategy puts the run's degrees into it before training, so a folder that
 training saved states them; they count where the embedding is cut in as many parts (a config may be another run's).
 
-What the optimizer lies in (`MegatronStrategy.sharded_state_dict_metadata`, `_strategy_lib.setup_megatron_optimizer`):
-`fully_sharded_model_space` by default, under names. `ckpt_parallel_save_optim=False` asks for `dp_zero_gather_scatter`,
-flat buffers; NeMo 2.2 to 2.5 pass the wish on only where the optimizer's `sharded_state_dict` has a parameter of that
-name, which a chain (core 0.10 and newer, of one optimizer too) has not: they save the default. Never `dp_reshardable`.
-Without the distributed optimizer its states lie like the model; with Megatron-FSDP it is a DCP (`fsdp_dtensor`).
+How the optimizer is stored (`MegatronStrategy.sharded_state_dict_metadata`, `_strategy_lib.setup_megatron_optimizer`):
+`fully_sharded_model_space` by default, under names. `ckpt_parallel_save_optim=False` requests `dp_zero_gather_scatter`,
+flat buffers; NeMo 2.2 to 2.5 pass the request on only if the optimizer's `sharded_state_dict` has a parameter of that
+name, which a chain (core 0.10 and newer, even of one optimizer) lacks: they save the default. Never `dp_reshardable`.
+Without the distributed optimizer its states are stored like the model; with Megatron-FSDP it is a DCP (`fsdp_dtensor`).
 
 NeMo 1 has the same in an archive, `.nemo` (`storage.archive`), or the folder that it was packed from:
 
@@ -47,13 +47,13 @@ from ckpt_tool.systems.megatron.torch_dist.keys import parse
 WEIGHTS = "weights/"
 CONTEXT = "context/"
 MODEL = f"{CONTEXT}model.yaml"
-# NeMo 1's
+# NeMo 1's names of the same.
 WEIGHTS_1 = "model_weights/"
 MODEL_1 = "model_config.yaml"
 _BESIDE = {
     WEIGHTS: (CONTEXT, MODEL),
     WEIGHTS_1: ("", MODEL_1),
-}  # weights -> (what lies beside them, the model's config)
+}  # folder of the weights -> (folder next to it, the model's config)
 _LIMIT = 1 << 20  # bytes
 _WORDS = {  # TransformerConfig's -> the arguments'
     "gated_linear_unit": "swiglu",

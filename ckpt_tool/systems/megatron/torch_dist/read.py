@@ -1,4 +1,4 @@
-"""Reading a torch_dist folder: the rules of Megatron's keys undone, so that each parameter has one name and one shape.
+"""Reads a torch_dist folder and undoes the rules of Megatron's keys, so that each parameter has one name and one shape.
 
     decoder.layers.mlp.linear_fc1.weight (4, 96, 32) in boxes (1, 24, 32)  ->  4 parameters of 4 chunks each
 
@@ -68,7 +68,7 @@ POSITIONS = 1 << 18  # layers times experts of one key
 
 
 def read_tree(tree: Tree, options: ReadOptions) -> Catalog:
-    """The catalog of the checkpoint in `tree`. Raises as `read` of the format says."""
+    """Return the catalog of the checkpoint in `tree`. The format's `read` lists the errors."""
     found = megatron_dist_folder.find(tree)
     folder = found[0] if found else ""
     megatron_dist_folder.check(tree, folder)
@@ -97,6 +97,7 @@ class _TorchDistReading:
         self.windows: list[bool] = []
 
     def catalog(self, *, required: bool) -> Catalog:
+        """Return the catalog of the checkpoint. required: refuse files without CRCs."""
         objects, arrays = both(
             lambda: read_objects(self.tree, self.folder, self.listing.objects, self.items),
             lambda: self.items.arrays(self.listing.tensors.values()),

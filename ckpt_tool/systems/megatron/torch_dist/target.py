@@ -1,19 +1,19 @@
-"""Writing a torch_dist checkpoint: `latest_checkpointed_iteration.txt` and `iter_NNNNNNN/` with `.metadata`, `.distcp`
-files, the common state and `metadata.json`, so that megatron-core's own `dist_checkpointing.load` takes it.
+"""Plans a torch_dist checkpoint: `latest_checkpointed_iteration.txt` and `iter_NNNNNNN/` with `.metadata`, `.distcp`
+files, the common state and `metadata.json`, so that megatron-core's own `dist_checkpointing.load` accepts it.
 
-The one idea: everything of Megatron's is decided by `megatron.torch_dist.layout` (keys, boxes, ranks) and
-`megatron.torch_dist.stored_state` (objects, common state); what is left is a DCP (`dcp_container.dcp_items`).
+The one idea: everything that is specific to Megatron is decided by `megatron.torch_dist.layout` (keys, boxes, ranks)
+and `megatron.torch_dist.stored_state` (objects, common state); the rest is a DCP (`dcp_container.dcp_items`).
 
     iter_0000002/__0_0.distcp   [zip of embedding rows 0-63][zip of linear_qkv (1, 32, 32)] ... [objects]
-    iter_0000002/.metadata      keys, boxes, where each item lies; planner_data None, as Megatron's planner leaves it
+    iter_0000002/.metadata      keys, boxes, location of each item; planner_data None, as Megatron's planner leaves it
 
-* One file a rank that writes: the first replica of each box.
+* One file for each rank that writes: the first replica of each box.
 * The optimizer is written as `fully_reshardable` (megatron-core >= 0.15), whatever the source had; without the
-  distributed optimizer under `fp32_param`. What Megatron has no place for (EMA) lies under `optimizer.state.NAME.KEY`
-  and is ignored by it. A step counter a parameter lies there too, and the first of them in the common state
-  (`common_step`), where Megatron looks: it has one for all.
+  distributed optimizer under `fp32_param`. States that Megatron does not know (EMA) are stored under
+  `optimizer.state.NAME.KEY`, which it ignores. So are step counters of single parameters; the first of them is also in
+  the common state (`common_step`), where Megatron expects one for all.
 * `common.pt` (core <= 0.18 needs it, later ones read it), or an item `common_state/shard_0_1` when the source had that.
-* `integrity.json` when the source had one: SHA-256 of every file beside it, filled in when the values have moved.
+* `integrity.json` when the source had one: SHA-256 of every other file, filled in when the values are written.
 * Without an iteration the folder is `release`, which Megatron takes for weights without one.
 
 Source: NVIDIA/Megatron-LM core 0.16.1 `dist_checkpointing/serialization.py`, `strategies/torch.py`, training
@@ -55,8 +55,12 @@ _HOLE = "0" * 64  # a SHA-256 in hex, before it is known
 
 
 def dist_target(wanted: Wanted) -> Target:
-    """The whole output. Raises UsageError: E0237, E0272, E0273 (degrees that the model can't take), E0242, E2001 (what
-    can't be held), E0375 (extras that no pickle of ours can hold)."""
+    """Return all files of the output.
+
+    Raises:
+        UsageError: E0237, E0272, E0273 degrees that the model can't take, E0242, E2001 tensors that the format can't
+            hold, E0375 extras that can't be pickled.
+    """
     degrees = _degrees(wanted.wish.degrees)
     layout = DistLayout(wanted, with_spec(arguments(wanted.extras), wanted.wish.of(MegatronOptions).spec), degrees)
     state = stored_state(wanted, layout)
@@ -71,14 +75,14 @@ def dist_target(wanted: Wanted) -> Target:
     skeleton = _common(wanted, state.common, layout, common)
     files = [common.file(folder + COMMON, skeleton)] if as_file else []
     objects = {} if as_file else {f"{COMMON_STATE}/shard_0_1": common.file("", [skeleton])}
-    nothing = TorchComposer().file("", [None])  # an object lies in a list of one
+    nothing = TorchComposer().file("", [None])  # each object is pickled in a list of one element
 
     for fqn, value in state.objects:
         if fqn in items.entries or fqn in objects:
             raise UsageError(
                 f"two things would be stored under {fqn!r}", code=UNHELD, key=fqn, hint="rename or remove one of them"
             )
-        if value is None:  # most are: what a module without FP8 has to say
+        if value is None:  # most are: the extra states of modules without FP8
             objects[fqn] = nothing
         else:
             composer = TorchComposer()
@@ -115,8 +119,7 @@ def _degrees(wished: Degrees) -> dict[str, int]:
 
 
 def _common(wanted: Wanted, common: dict[Any, Any], layout: DistLayout, composer: TorchComposer) -> Any:
-    """The common state with its tensors: the extras that are tensors, and the one step of each optimizer that counts
-    any."""
+    """Return the common state with its tensors: extras that are tensors, and a step for each optimizer that counts."""
     leaves = []
     step = None
     for number, tensor in enumerate(wanted.tensors):
@@ -139,7 +142,7 @@ def _common(wanted: Wanted, common: dict[Any, Any], layout: DistLayout, composer
 
 
 def _inner_optimizers(value: Any) -> list[tuple[str | int, ...]]:
-    """Where the dicts with `param_groups` lie in the common state."""
+    """Return the paths of the dicts with `param_groups` in the common state."""
     if not isinstance(value, dict):
         return []
     if "param_groups" in value:
@@ -150,7 +153,10 @@ def _inner_optimizers(value: Any) -> list[tuple[str | int, ...]]:
 
 
 def _integrity(folder: str, files: Sequence[TargetFile]) -> TargetFile:
-    """`integrity.json` of `files`, which come first in the target in this order: a hole for each hash."""
+    """Return the `integrity.json` of `files`, with a patch for each hash, which is known only after writing.
+
+    Patches refer to files by number, so `files` must come first in the target, in this order.
+    """
     numbers = {file.path[len(folder) :]: number for number, file in enumerate(files)}
     names = sorted(numbers)
     text = json.dumps({"algorithm": "sha256", "files": dict.fromkeys(names, _HOLE)}, indent=2)

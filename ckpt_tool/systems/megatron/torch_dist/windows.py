@@ -1,11 +1,13 @@
-"""Which layers of a Gemma 4 look through a window: its attentions are stored apart by that, and keys don't say whose.
+"""Finds the layers of a Gemma 4 that have sliding-window attention.
 
-    decoder.layers.self_attention_sliding.linear_qkv.weight (2, 72, 12)      of layers 0 and 2, if the model's are those
+Its two kinds of attention are stored under separate keys, and the keys don't show which layers are of which kind:
 
-What states it, the nearest to the job first: the arguments in the checkpoint, Megatron-Bridge's `run_config.yaml`
-beside the items (its `model` is the provider's fields), the config that the user names, the config.json in the folder.
-Words and their meanings: `core.attention_window`. Cost: a file of 20 KB, where there is one. What it does not do:
-guess.
+    decoder.layers.self_attention_sliding.linear_qkv.weight (2, 72, 12)      layers 0 and 2, if the model has it there
+
+These sources state it, the nearest to the job first: the arguments in the checkpoint, Megatron-Bridge's
+`run_config.yaml` next to the items (its `model` is the provider's fields), the config that the user names, the
+config.json in the folder. Words and their meanings: `core.attention_window`. Cost: a file of 20 KB if there is one.
+What it does not do: guess.
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ _LIMIT = 1 << 20  # bytes
 
 
 def windows_of(tree: Tree, folder: str, extras: Mapping[str, Any], config: Mapping[str, Any] | None) -> list[bool]:
-    """Whether each layer looks through a window. Raises InputError E2006 where nothing states it, and for what should
-    and is no YAML."""
+    """Return for each layer whether it has sliding-window attention.
+
+    Raises InputError E2006 if nothing states it, or if `run_config.yaml` is not plain YAML.
+    """
     found = (
         stated_windows(arguments(extras))
         or stated_windows(_provider(tree, folder))
@@ -45,14 +49,17 @@ def windows_of(tree: Tree, folder: str, extras: Mapping[str, Any], config: Mappi
 
 
 def _provider(tree: Tree, folder: str) -> Mapping[str, Any]:
-    """The model's fields in `run_config.yaml`, {} without one."""
+    """Return the model's fields in `run_config.yaml`, {} if there is no such file."""
     hint = "get the file again; without it --config FILE says which layers are windowed"
     model = run_config(tree, folder, code=KINDS_UNKNOWN, fault="is {}", hint=hint).get("model")
     return model if isinstance(model, dict) else {}
 
 
 def _read_near_config(tree: Tree, folder: str) -> Mapping[str, Any]:
-    """The config.json in the folder or above it, {} without a sound one: who asks for a config is told its faults."""
+    """Return the config.json in the folder or at the root, {} if there is none or it is damaged.
+
+    A damaged one is no error here: the code that reads the model's config reports it.
+    """
     for path in dict.fromkeys((folder + _CONFIG, _CONFIG)):
         if tree.exists(path):
             try:
