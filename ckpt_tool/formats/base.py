@@ -1,4 +1,4 @@
-"""What a format is: it tells whether a tree is one of its own, reads headers into a Catalog, lays out a Target.
+"""The interface of a checkpoint format: it detects its own files, reads headers into a Catalog, and plans a Target.
 
 A format is a folder (`formats.entry`) whose `format.py` has one object `FORMAT` that satisfies `Format`. That module's
 docstring is the specification, with its source. Formats know no families, no plan, no execution.
@@ -26,11 +26,13 @@ if TYPE_CHECKING:  # reading needs none of these
 
 # What files of weights are called, whatever their format: a name with one of them promises what is inside.
 WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pdparams", ".pdopt", ".gguf")
-PLACED = frozenset({"zero", "pp-split", "layout", "on-indivisible"})  # of formats that `plan.placing` lays out
+# The options of formats whose tensors `plan.placing` distributes over ranks.
+PLACED = frozenset({"zero", "pp-split", "layout", "on-indivisible"})
 
 
 class Specificity(IntEnum):
-    """What a claim rests on. Of two claims on the same files the more specific one counts (`formats.registry`)."""
+    """How specific the evidence of a claim is. If two formats claim the same files, the more specific claim wins
+    (`formats.registry`)."""
 
     CONTAINER = 0  # files of a container that many formats use, under no particular names
     NAMES = 1  # names that the format's own writers give
@@ -39,15 +41,15 @@ class Specificity(IntEnum):
 
 
 class Evidence(NamedTuple):
-    """Why a tree is of a format: `why`, in words for a person."""
+    """Why a tree belongs to a format. `why` is a phrase for the user."""
 
     why: str
     specificity: Specificity = Specificity.NAMES
-    # every file of the checkpoint, as far as names tell; side files are left out
+    # every file of the checkpoint, as far as its name shows; side files (tokenizer, config) are left out
     files: frozenset[str] = frozenset()
-    # loader, turn: the software that opens such a folder and, where the folder holds one model in several forms, takes
-    # the form of the lowest turn (`transformers` takes model.safetensors, and pytorch_model.bin only without it); ""
-    # where there is no such rule
+    # loader: the software that opens such a folder, "" where it has no rule for several forms of one model.
+    # turn: of several forms it takes the one with the lowest turn (`transformers` takes model.safetensors, and
+    # pytorch_model.bin only without it).
     loader: str = ""
     turn: int = 0
 
@@ -66,7 +68,7 @@ class Holds(NamedTuple):
     # of the options that only some formats can use (max-shard-size, zero, sharding, spec, pp-split, layout,
     # on-indivisible) those that change what is written
     uses_options: frozenset[str] = frozenset()
-    dialect: str = "keep"  # the names that are at home here
+    dialect: str = "keep"  # the tensor names that this format normally uses
     # the system itself fixes which rank holds what (Megatron, DeepSpeed): `target` gets a Layout without placements and
     # takes degrees and wishes from `Wanted.wish`
     own_layout: bool = False
@@ -77,7 +79,7 @@ class Holds(NamedTuple):
     safetensors: bool = False  # its weights are files of safetensors
     pointers: tuple[str, ...] = ()  # files that name the step's folder, of this format alone
     config: str = "config.json"  # the file in which it states the model's config
-    # extras that its loader wants beside Megatron's arguments
+    # extras that its loader expects in addition to Megatron's arguments
     with_args: Mapping[str, Any] = MappingProxyType({})
     # one file of several is read as a checkpoint, so states without their parameters are no fault
     lone_shards: bool = False
@@ -86,7 +88,7 @@ class Holds(NamedTuple):
     blocks: bool = False  # it holds GGUF's types of blocks
     # its files state the model and its tokenizer themselves, in its own words, in place of side files
     own_header: bool = False
-    # names of files beside it that only its own loaders read, copied from and to this format alone
+    # names of side files that only its own loaders read; they are copied only if source and output have this format
     own_sidefiles: frozenset[str] = frozenset()
     # a regular expression of the names of files that say only that a rank is done, "" where there are none
     markers: str = ""
@@ -100,19 +102,19 @@ class WalkedModel(NamedTuple):
     """A model's parameters as the trainer had them, where it saves them under other names or in other tensors."""
 
     shapes: Mapping[str, tuple[int, ...]]  # {parameter: elements}
-    # the tensors of an optimizer under these names as those of the parameters that lie in the files, and which these
-    # are of each: {parameter: what is stored of it}. Raises InputError.
+    # Converts an optimizer's tensors from the trainer's parameter names to the names stored in the files. Returns these
+    # and {parameter: the stored tensors that it consists of}. Raises InputError.
     stored: Callable[[Sequence[LogicalTensor]], tuple[list[LogicalTensor], Mapping[str, tuple[str, ...]]]]
 
 
 def _as_stored(config: object, shapes: object) -> None:
-    """Of a model that the trainer had under the names of its files."""
+    """Default of `ReadOptions.walked`: the trainer used the names that are in the files, so there is nothing to map."""
 
 
 class ReadOptions(NamedTuple):
-    """What a user may say of a source beside its path, and what formats, which know no families, are told."""
+    """How to read a source: the user's options, and facts about the model family that a format cannot know itself."""
 
-    lenient: bool = False  # faults that leave the values sound are notes
+    lenient: bool = False  # faults that do not affect the values become notes
     prefer: str | None = None  # which of several kinds of files to read, or which level of a file holds the model
     require_checksums: bool = False  # an error for what no checksum covers
     # family, config: the model type and the config.json, where the files hold none
@@ -134,31 +136,32 @@ class Format(Protocol):
     holds: Holds
 
     def detect(self, tree: Tree) -> Evidence | None:
-        """Evidence that `tree` is of this format, from names and at most 64 KiB; None otherwise. Never raises for
-        a tree of another format."""
+        """Evidence that `tree` has this format, from file names and at most 64 KiB of content; None otherwise. Never
+        raises for a tree of another format."""
         ...
 
     def read(self, tree: Tree, options: ReadOptions = AS_IS) -> Catalog:
-        """The catalog, from headers alone. Raises InputError / UnsafeInput with file and place."""
+        """The catalog, read from headers alone. Raises InputError / UnsafeInput with the file and the position in
+        it."""
         ...
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
-        """The whole output, no tensor bytes."""
+        """Plan every file of the output, without any tensor bytes."""
         ...
 
 
 @runtime_checkable
 class Naming(Protocol):
-    """A format whose claim takes in more files than its writers name: whatever is in its folders."""
+    """A format whose claim covers every file in its folders, including files with names that its writers never use."""
 
     def named(self, tree: Tree) -> frozenset[str]:
-        """The files that its writers would have named so, whether the checkpoint can be read or not."""
+        """The files with names that the format's writers use, whether or not the checkpoint can be read."""
         ...
 
 
 @runtime_checkable
 class Hashing(Protocol):
-    """A format whose files state hashes, of others or their own, of which some are left to `ckpt verify`."""
+    """A format whose files contain hashes, of themselves or of other files. Opening checks some, `ckpt verify` all."""
 
     def hashed(self, tree: Tree) -> frozenset[str]:
         """The files whose hash is stated and covers all of them."""
@@ -171,25 +174,25 @@ class Hashing(Protocol):
 
 @runtime_checkable
 class Ranked(Protocol):
-    """A format whose files are those of ranks, as their names say."""
+    """A format in which a file's name shows which rank wrote it."""
 
     def rank_of(self, path: str, mesh: Mapping[str, int]) -> Mapping[str, int] | None:
-        """The coordinates of the rank whose file it is, under the words of its name; None for a file of no rank, or of
-        all."""
+        """The mesh coordinates of the rank that wrote the file, keyed by the words in its name; None for a file that
+        belongs to no rank, or to all."""
         ...
 
 
 def ranks_of(fmt: Format, mesh: Mapping[str, int]) -> Callable[[str], Mapping[str, int] | None]:
-    """Whose the files of a checkpoint of this format are. mesh: the checkpoint's."""
+    """A function from a file's path to the coordinates of the rank that wrote it. mesh: the checkpoint's mesh."""
     return partial(fmt.rank_of, mesh=mesh) if isinstance(fmt, Ranked) else _of_nobody
 
 
 def _of_nobody(path: str) -> None:
-    """Of a format whose files are no rank's."""
+    """The answer for formats whose files belong to no rank: always None."""
 
 
 class FileContent(NamedTuple):
-    """What files say by themselves, without those that tie them to the rest of their checkpoint."""
+    """What a file contains, as far as it can be read without the checkpoint's index or its other files."""
 
     path: str  # the file, or the folder of an item; relative to the tree
     rows: tuple[CatalogRow, ...]
@@ -199,31 +202,34 @@ class FileContent(NamedTuple):
 
 @runtime_checkable
 class ReadsAlone(Protocol):
-    """A format some of whose files say what they hold even where its reader can't read the checkpoint."""
+    """A format in which some files can be read one by one even when the checkpoint as such cannot be read."""
 
     def find_lone_files(self, tree: Tree) -> Mapping[str, Callable[[], FileContent]]:
-        """What reads each of them, by path. Files that another format reads by themselves (a safetensors file) are not
-        among them. The readers raise CkptError."""
+        """A reader for each such file, by path. Files that another format reads on its own (a safetensors file) are not
+        included. The readers raise CkptError."""
         ...
 
 
 class Fitted(NamedTuple):
     """What a format keeps of the tensors it was offered."""
 
-    # (number of the offered tensor that it is made of, the tensor)
+    # (index of the offered tensor that it is made from, the tensor)
     tensors: tuple[tuple[int, LogicalTensor], ...]
-    casts: Mapping[TensorKey, DType] = {}  # dtypes of those that are rounded
-    dropped: tuple[dict[str, Any], ...] = ()  # entries of the report, one for each thing left out or made
-    # those that its reader gives back as plain values, not as tensors (a step counter)
+    casts: Mapping[TensorKey, DType] = {}  # the new dtype of each tensor that is rounded
+    dropped: tuple[dict[str, Any], ...] = ()  # entries of the report, one for each item left out or created
+    # tensors that the format's reader returns as plain values, not as tensors (a step counter)
     unlisted: tuple[TensorKey, ...] = ()
 
 
 @runtime_checkable
 class Fitting(Protocol):
-    """A format that keeps the same state with other tensors in some of its kinds (DeepSpeed's ZeRO stages)."""
+    """A format with variants that store the same state in different tensors (DeepSpeed's ZeRO stages)."""
 
     def fit(
         self, tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], hints: Hints, wish: LayoutWish
     ) -> Fitted:
-        """The tensors to write, exact and reported. The rest: as in `Wanted`."""
+        """The tensors that this variant of the format stores, with a report entry for every difference.
+
+        The other arguments are described in `Wanted`.
+        """
         ...

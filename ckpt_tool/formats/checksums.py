@@ -1,7 +1,7 @@
 """Which tensors of a torch container have no CRC in their file: a note, or an error where checksums are required.
 
-A torch zip has a CRC-32 a storage, valid unless the writer switched it off; a legacy stream and a safetensors file
-inside a DCP folder have none. The CRC itself is checked by whoever reads the bytes. Cost: one look at each array.
+A torch zip has a CRC-32 per storage, valid unless the writer switched it off; a legacy stream and a safetensors file
+inside a DCP folder have none. The CRC itself is checked where the bytes are read. Cost: a constant per array.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NO_CHECKSUM = "E0397"
 
 
 def missing(tree: Tree, tensors: Iterable[LogicalTensor], *, required: bool) -> list[Note]:
-    """A note about tensors without a CRC. Raises CorruptFile (E0397) when `required`."""
+    """A note about tensors without a CRC, if there are any. Raises CorruptFile (E0397) instead if `required`."""
     without = [t for t in tensors if t.numel and lacks_crc(t.chunks)]
     if not without:
         return []

@@ -1,6 +1,6 @@
-"""What `copies` asks of the chunks of a checkpoint, where those of some tensors are columns.
+"""The NumPy implementation of the record search in `formats.copies`, for tensors whose chunks are stored as columns.
 
-The same answers, in the same order. Cost: 0.3 us a chunk. NumPy is loaded for it.
+It gives the same answers in the same order as the one in Python. Cost: 0.3 us a chunk, and importing NumPy.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import numpy as np
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, StoredArray, TensorKey
 from ckpt_tool.formats.dcp_container.dcp_columns import DcpColumns, Ints
 
-Stands = dict[int, dict[str, int]]  # size << 32 | CRC of a record -> path -> a hash of what it stands for there
+# size << 32 | CRC of a record -> path -> a hash of the tensor parts that the record holds in that file
+Stands = dict[int, dict[str, int]]
 _Hash = Callable[[TensorKey, Chunk, int], int]
 _MASK = np.uint64((1 << 64) - 1)
 _MIX = np.uint64(0x9E3779B97F4A7C15)
@@ -21,14 +22,13 @@ _SHIFT = np.uint64(32)
 
 
 class _Every(NamedTuple):
-    """The records of all chunks, tensor behind tensor: numbers of their sizes << 32 | CRC, -1 without one; numbers of
-    the paths."""
+    """The records of all chunks in one table, a row per chunk, tensor after tensor."""
 
-    records: Ints
-    paths: Ints
-    sizes: list[int]
-    names: list[str]
-    starts: Ints  # of each tensor's, and the end
+    records: Ints  # index into `sizes` << 32 | CRC, -1 without a CRC
+    paths: Ints  # index into `names`
+    sizes: list[int]  # the different record sizes, bytes
+    names: list[str]  # the different paths
+    starts: Ints  # the first row of each tensor, and the number of rows
 
     def record(self, coded: int) -> int:
         return self.sizes[coded >> 32] << 32 | coded & 0xFFFFFFFF
@@ -37,7 +37,7 @@ class _Every(NamedTuple):
 def _every(tensors: Sequence[LogicalTensor]) -> _Every:
     sizes = dict[int, int]()
     names = dict[str, int]()
-    # known: numbers of a save's paths
+    # known: path indices by the id of the list of paths, which all tensors of one save share
     records = list[Ints]()
     paths = list[Ints]()
     known = dict[int, Ints]()
@@ -58,7 +58,7 @@ def _every(tensors: Sequence[LogicalTensor]) -> _Every:
 
 
 def _rows(tensor: LogicalTensor) -> tuple[Ints, Ints, Ints, Sequence[str]]:
-    """(bytes of each chunk's record or -1, its CRC, its path's number, the paths)."""
+    """(size in bytes of each chunk's record or -1, its CRC, the index of its path, the paths)."""
     if isinstance(tensor.chunks, DcpColumns):
         rows = tensor.chunks.records()
         return rows.nbytes, rows.crcs, rows.files, rows.names
@@ -68,7 +68,7 @@ def _rows(tensor: LogicalTensor) -> tuple[Ints, Ints, Ints, Sequence[str]]:
 
 
 def _met_again(every: _Every) -> tuple[Ints, bool]:
-    """(the records that several files hold, in the order in which that is seen; are there arrays without one?)"""
+    """(the records that occur in several files, by the row of their second occurrence; are there arrays without one?)"""
     order = np.argsort(every.records, kind="stable")
     records = every.records[order]
     paths = every.paths[order]
@@ -80,7 +80,10 @@ def _met_again(every: _Every) -> tuple[Ints, bool]:
 
 
 class Copied:
-    """What several files hold. again: the records, as `copies` numbers them; plain: are there arrays without one?"""
+    """Records that occur in several files.
+
+    again: their ids, size << 32 | CRC as in `formats.copies`. plain: are there arrays without a CRC?
+    """
 
     def __init__(self, tensors: Sequence[LogicalTensor]) -> None:
         self._tensors = tensors
@@ -91,8 +94,10 @@ class Copied:
             self.again.add(every.record(coded))
 
     def stands(self, hash_of: _Hash) -> tuple[Stands, dict[int, StoredArray]]:
-        """(what each of the records stands for in each of its files, an array of each). hash_of: of a chunk and the
-        byte at which its record begins."""
+        """(record -> file -> a hash of the tensor parts in the record, record -> one of its arrays).
+
+        hash_of: the hash of a chunk, given its tensor's key and the offset at which its record begins.
+        """
         every = self._every
         stands = Stands()
         sample = dict[int, StoredArray]()
@@ -122,7 +127,7 @@ class Copied:
         return stands, sample
 
     def _hashes(self, rows: Ints, hash_of: _Hash) -> Iterator[np.ndarray[Any, np.dtype[np.uint64]]]:
-        """Of the chunks in those rows, tensor by tensor."""
+        """The hashes of the chunks in those rows, an array per tensor."""
         stops = np.searchsorted(rows, self._every.starts)
         for number, tensor in enumerate(self._tensors):
             mine = rows[stops[number] : stops[number + 1]] - self._every.starts[number]

@@ -1,20 +1,20 @@
-"""A rank's file copied over another's: two files of equal bytes that stand for different parts of the checkpoint.
+"""Detects a rank's file that was copied over another's: equal bytes under two names that mean different tensor parts.
 
-The one idea: what a file is in the whole comes from its place (its name, or an index), what it holds from its bytes.
-Ranks that hold the same boxes of the same tensors may have equal files. Ranks that hold different ones never do, unless
-nothing but constants differs between them (biases at zero, moments before the first step). So no format has to say
-which rank wrote it:
+The one idea: which part of the checkpoint a file should hold follows from its name or from an index; what it does hold
+follows from its bytes. Ranks that hold the same boxes of the same tensors may have equal files. Ranks that hold
+different boxes never have, unless both consist of constants (biases at zero, moments before the first step). So no
+format has to record which rank wrote a file:
 
     mp_rank_00/distrib_optim.pt == mp_rank_01/distrib_optim.pt, and both hold a share of decoder.final_layernorm.weight:
     E1630
 
-How it is seen: by CRC-32 and size of the stored records where the container has them (nothing is read), else by the
-middle of files of one size; then by both ends, and by the start of every array for which the two files stand
-differently.
+How copies are found: candidates have equal CRC-32 and size of a stored record where the container has CRCs (nothing is
+read), else equal bytes in the middle of files of equal size. Then both ends are compared, and the start of every array
+that belongs to different tensor parts in the two files.
 
-What is no evidence: plain extras (RNG states of ranks seeded alike are equal); constants; files of one tensor each that
-may be tied: under two names all states of which are equal, unless the paths say the names and these differ in numbers
-alone; and weights, masters and averages of one name.
+What is no evidence: plain extras (ranks with one seed have equal RNG states); constants; two files of one tensor each
+that may be tied weights (all states of the two names are equal), unless the paths contain the names and the names
+differ only in numbers; and the weight, master weight and average of one name.
 
 Cost: under a microsecond a chunk; a read of PROBE bytes for a file without CRCs that has another's size. What it does
 not do: find a file of which only some arrays were copied, or one that comes from another save (formats compare their
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 COPIED = "E1630"
 PROBE = 4096  # bytes of an array, or in the middle of a file
-ENDS = 1 << 16  # bytes at both ends of a file: there lie the headers, and the directory of a zip with all its CRCs
+ENDS = 1 << 16  # bytes at both ends of a file: they contain the headers, and the directory of a zip with all its CRCs
 LEAST = 16  # bytes of an array: less is no evidence
 SHOWN = 50
 _WEIGHTS = frozenset((MODEL, MASTER, EMA))
@@ -59,25 +59,26 @@ _NUMBER = re.compile(r"\d+")
 
 
 class _FilePart(NamedTuple):
-    """What a file holds at one place: the box of a tensor that begins at `start`."""
+    """What a file holds at one offset: the box of tensor `key` that begins at index `start`."""
 
     key: TensorKey
     start: tuple[int, ...]
-    # offset, nbytes: of the stored record around it, or of its array where there are no records
+    # offset, nbytes: of the container's record that contains it, or of its array where there are no records
     offset: int
     nbytes: int
     crc: int  # of the record, -1 without one
 
 
-_Parts = dict[tuple[str, int], _FilePart]  # by "" (or the ending of a file's view) and bytes from its start
+_Parts = dict[tuple[str, int], _FilePart]  # by ("" or the suffix of a view into the file, byte offset)
 
 
 def look_for_copies(tree: Tree, catalog: Catalog, *, lenient: bool) -> list[Note]:
-    """Notes on equal files that stand for different parts with `lenient`, else InconsistentCheckpoint E1630 naming them
-    all."""
+    """Search for equal files that should hold different tensor parts. With `lenient` they are returned as notes, else
+    InconsistentCheckpoint E1630 lists them."""
     if len(catalog.files) < 2:
         return []
-    parted = getattr(catalog.tensors, "parted", None)  # tables find all others by the names that stand in the files
+    # Lazy tables offer `parted`, which avoids building every tensor of the catalog.
+    parted = getattr(catalog.tensors, "parted", None)
     every = catalog.tensors.values() if parted is None else parted()
     tensors = [tensor for tensor in every if tensor.key.state != EXTRAS]
     pairs = list(_pairs(tree, tensors))
@@ -116,8 +117,8 @@ def _line(path: str, other: str, mine: _FilePart, theirs: _FilePart) -> str:
 
 
 def _pairs(tree: Tree, tensors: Sequence[LogicalTensor]) -> Iterator[tuple[str, str]]:
-    """Files that are equal as far as was looked, and that stand for different parts: each with the first of its
-    like."""
+    """Pairs of files whose compared bytes are equal although they should hold different parts. Each file is paired with
+    one other of its group."""
     copied = _copied(tensors)
     groups = [*_by_crc(tree, copied)] if copied.again else []
     for group in (*groups, *(_by_size(tree, tensors) if copied.plain else ())):
@@ -133,7 +134,7 @@ def _pairs(tree: Tree, tensors: Sequence[LogicalTensor]) -> Iterator[tuple[str, 
 
 
 def _split(group: dict[str, int], look: Callable[[str], int]) -> Iterator[dict[str, int]]:
-    """The files that look alike, where they do not all stand for the same."""
+    """The files grouped by `look`, without the groups whose files should all hold the same part."""
     found: dict[int, dict[str, int]] = defaultdict(dict)
     for path, stands in group.items():
         found[look(path)][path] = stands
@@ -152,7 +153,7 @@ def _ends(tree: Tree, path: str) -> int:
 
 
 def _copied(tensors: Sequence[LogicalTensor]) -> _Copied | Copied:
-    """What several files hold, in the way that the chunks are for."""
+    """Records that occur in several files: with NumPy if any tensor's chunks are columns, else chunk by chunk."""
     if not any(isinstance(tensor.chunks, ChunkColumns) for tensor in tensors):
         return _Copied(tensors)
     from ckpt_tool.formats.copied_columns import Copied
@@ -161,7 +162,10 @@ def _copied(tensors: Sequence[LogicalTensor]) -> _Copied | Copied:
 
 
 class _Copied:
-    """again: size << 32 | CRC of the records that several files hold; plain: are there arrays without a record?"""
+    """Records that occur in several files.
+
+    again: their ids, size << 32 | CRC. plain: are there arrays without a CRC?
+    """
 
     def __init__(self, tensors: Sequence[LogicalTensor]) -> None:
         first: dict[int, str] = {}
@@ -180,8 +184,10 @@ class _Copied:
                     self.again.add(record)
 
     def stands(self, hash_of: Callable[[TensorKey, Chunk, int], int]) -> tuple[Stands, dict[int, StoredArray]]:
-        """(what each of the records stands for in each of its files, an array of each). hash_of: of a chunk and the
-        byte at which its record begins."""
+        """(record -> file -> a hash of the tensor parts in the record, record -> one of its arrays).
+
+        hash_of: the hash of a chunk, given its tensor's key and the offset at which its record begins.
+        """
         stands: Stands = {record: {} for record in self.again}
         sample: dict[int, StoredArray] = {}
         for tensor in self._tensors:
@@ -190,13 +196,17 @@ class _Copied:
                 record = -1 if crc is None else crc[1] << 32 | crc[2]
                 if crc is not None and record in self.again:
                     sample.setdefault(record, chunk.array)
+                    # XOR, because the order in which a record's chunks are met must not matter.
                     mine = stands[record]
                     mine[chunk.array.path] = mine.get(chunk.array.path, 0) ^ hash_of(tensor.key, chunk, crc[0])
         return stands, sample
 
 
 def _by_crc(tree: Tree, copied: _Copied | Copied) -> Iterator[dict[str, int]]:
-    """Files that share a record of changing bytes, but not what it stands for. Path -> a hash of the latter."""
+    """Groups of files that share a non-constant record but should hold different parts in it.
+
+    A group maps each path to a hash of the parts that it should hold.
+    """
     stands, sample = copied.stands(_hash)
     reported: set[frozenset[str]] = set()
     for record, files in stands.items():
@@ -208,7 +218,7 @@ def _by_crc(tree: Tree, copied: _Copied | Copied) -> Iterator[dict[str, int]]:
 
 
 def _by_size(tree: Tree, tensors: Sequence[LogicalTensor]) -> Iterator[dict[str, int]]:
-    """Files of one size whose arrays have no CRCs and stand for different parts."""
+    """Groups of files of equal size without CRCs that should hold different parts: path -> a hash of the parts."""
     stands: dict[str, int] = {}
     for tensor in tensors:
         for chunk in tensor.chunks if lacks_crc(tensor.chunks) else ():
@@ -228,11 +238,11 @@ def _hash(key: TensorKey, chunk: Chunk, base: int) -> int:
     return hash((chunk.array.offset - base, chunk.within.offset, chunk.box.offset, key))
 
 
-# -- what they stand for -----------------------------------------------------------------------------------------------
+# -- which parts they should hold --------------------------------------------------------------------------------------
 
 
 def _parts_of(tensors: Sequence[LogicalTensor], paths: Set[str]) -> dict[str, _Parts]:
-    """What each of the files holds, but for extras and what is too small to tell files apart."""
+    """The tensor parts that each of the files should hold, by offset. Empty chunks are left out."""
     out: dict[str, _Parts] = {path: {} for path in paths}
     for tensor in tensors if paths else ():
         for chunk in tensor.chunks:
@@ -248,8 +258,8 @@ def _parts_of(tensors: Sequence[LogicalTensor], paths: Set[str]) -> dict[str, _P
 def _contradiction(
     tree: Tree, whole: Mapping[TensorKey, LogicalTensor], parts: Mapping[str, _Parts], path: str, other: str
 ) -> tuple[_FilePart, _FilePart] | None:
-    """A place at which two files hold equal bytes for different parts; None where they differ, or where that says
-    nothing."""
+    """Two parts that should differ but have equal bytes at one offset of both files. None if any bytes that were
+    compared differ, or if equality is no evidence."""
     mine = parts[path]
     theirs = parts[other]
     apart = [(at, part) for at, part in mine.items() if at not in theirs or part[:2] != theirs[at][:2]]
@@ -270,8 +280,8 @@ def _contradiction(
 
 
 def _may_be_equal(tree: Tree, whole: Mapping[TensorKey, LogicalTensor], a: TensorKey, b: TensorKey) -> bool:
-    """May two tensors be equal by right? Those of one name that are its weights, and tied ones: equal in every
-    state."""
+    """May two tensors be equal without a fault? That holds for weight, master weight and average of one name, and for
+    tied tensors, which are equal in every state."""
     if a == b:
         return False
     if a.state != b.state:
@@ -285,23 +295,23 @@ def _may_be_equal(tree: Tree, whole: Mapping[TensorKey, LogicalTensor], a: Tenso
 
 
 def _front(tree: Tree, tensor: LogicalTensor) -> tuple[tuple[int, ...], bytes]:
-    """What two equal tensors have in common: the shape, and how the bytes of the first chunk begin."""
+    """A fingerprint of a tensor: its shape and the first PROBE bytes of its first chunk."""
     array = tensor.chunks[0].array
     return tensor.shape, tree.read(array.path, array.offset, min(array.dtype.nbytes(_extent(array)), PROBE))
 
 
 def _extent(array: StoredArray) -> int:
-    """Elements from an array's first to its last."""
+    """The number of elements that an array spans in its file, from the first to the last, including stride gaps."""
     if array.strides is None:
         return array.numel
     return 1 + sum((extent - 1) * stride for extent, stride in zip(array.shape, array.strides, strict=True))
 
 
 def _alike(a: str, b: str) -> bool:
-    """Do two names differ in numbers alone? Then they are no two names of one tensor."""
+    """Do two names differ only in numbers, as those of two layers do? Then they are not two names of a tied tensor."""
     return _NUMBER.sub("0", a) == _NUMBER.sub("0", b)
 
 
 def _changes(data: bytes) -> bool:
-    """Are the bytes more than one value over and over? Elements have 1, 2, 4 or 8 bytes."""
+    """Are the bytes more than one constant repeated? An element has 1, 2, 4 or 8 bytes, so a shift by 8 shows it."""
     return len(data) >= LEAST and data[8:] != data[:-8]

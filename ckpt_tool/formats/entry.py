@@ -1,4 +1,4 @@
-"""The systems and their formats, found by their folders: what lists say of each before any is loaded.
+"""The registry of systems and formats, found by their folders: names and descriptions, without loading any format.
 
     >>> list(entries())[:3]
     ['safetensors', 'torch', 'dcp']
@@ -6,12 +6,11 @@
     'hf'
 
 A folder of `systems/` is a system. Its `__init__.py` holds a row, `SYSTEM`, and imports nothing else: its formats, the
-dialects (the names of tensors that are at home there), the passes of a conversion that it alone needs, and the group of
-options that it alone has. A format is a folder of its system; its `format.py` holds the `FORMAT`
-(`formats.base.Format`).
+dialects (the tensor names that it uses), the conversion passes that only it needs, and the option group that only it
+has. A format is a folder of its system; its `format.py` holds the `FORMAT` (`formats.base.Format`).
 
 Nothing else names a system or a format: `--from`, `--to`, `--dialect`, detection, help, the tables of the READMEs and
-the guide (`tests/derive_tables.py`) and the conformance tests go by these rows. To add one: copy
+the guide (`tests/derive_tables.py`) and the conformance tests use these rows. To add one: copy
 `tests/formats/template_system`, and put fixtures under `fixtures/NAME/`.
 
 Cost: 2 ms for the rows of ten systems; formats that read pickles take 20 ms each to load.
@@ -31,11 +30,13 @@ if TYPE_CHECKING:
     from ckpt_tool.storage.source import Tree
 
 SYSTEMS = "ckpt_tool.systems"
-# before or after names become those of the output; after states are as the format keeps them; last of all
+# When a pass runs: before or after tensor names become those of the output; after the states have the form that the
+# format stores; or as the last pass.
 Place = Literal["before names", "after names", "after fitting", "last"]
 
 
 def _may_be(tree: Tree) -> bool:
+    """Default of `Entry.may_be`: no quick check, so `detect` always runs."""
     return True
 
 
@@ -44,29 +45,32 @@ class Entry(NamedTuple):
 
     name: str
     folder: str  # the format's folder, in that of its system
-    order: int  # its place in the lists, by number
-    # en, zh: what it is, for the tables of formats, as Markdown
+    order: int  # sort key: formats are listed and tried in ascending order
+    # en, zh: a description in Markdown for the tables of formats, in English and Chinese
     en: str
     zh: str
-    called: tuple[str, ...] = ()  # other words for it that people type; a hint leads from them to the name
-    # a quick look at the names of a tree, False only where the format's `detect` would give None; it spares loading the
-    # format
+    called: tuple[str, ...] = ()  # other words for it that people type; the error for them suggests the right name
+    # A quick check of a tree's file names that avoids importing the format. It may return False only if the format's
+    # `detect` would return None.
     may_be: Callable[[Tree], bool] = _may_be
 
 
 class Dialect(NamedTuple):
-    """Names of tensors that are at home in a system, for `--dialect`, and what the system has to say where tensors get
-    these names or lose them: each a `module:function` in the system's folder, "" for nothing (`of_dialect`)."""
+    """The tensor names that a system uses, for `--dialect`, and the hooks that run when tensors get or lose these names.
+
+    A hook is a `module:function` in the system's folder, "" for none (`of_dialect`).
+    """
 
     name: str
-    order: int  # its place in the lists, by number
+    order: int  # sort key of the lists, ascending
     variant_of: str = ""  # another tool's or another form's version of the names of this dialect; "" for none
-    # (config) -> (config, notes): from the words of the system's config.json to the hub's, and back
+    # (config) -> (config, notes): from the keys of the system's config.json to the hub's, and back
     hub_config: str = ""
     own_config: str = ""
     hints: str = ""  # (the hub's config, are names changed?) -> (hints for the system's writers, notes)
-    extras: str = ""  # (wanted, chosen, format) -> (the output's extras with what the system's own would have, notes)
-    leaving: str = ""  # (chosen, its FamilyMatch) -> the same two as they are where the names become others
+    # (wanted, chosen, format) -> (the output's extras, with what the system itself would add to them, notes)
+    extras: str = ""
+    leaving: str = ""  # (chosen, its FamilyMatch) -> both, adjusted for a conversion away from these names
     missing: str = ""  # (names) -> what to try where tensors of a whole model are missing, "" for nothing in particular
 
 
@@ -74,37 +78,37 @@ class SystemPass(NamedTuple):
     """A step of a conversion that one system needs (`conversion.passes`)."""
 
     name: str
-    purpose: str  # in words, with the options that it carries out
-    # has it anything to do with what was chosen, in this conversion? False means that its result would be its input
+    purpose: str  # in words, with the options that it implements
+    # Does the pass apply to the chosen tensors in this conversion? False means that its result would equal its input.
     asked: Callable[[Chosen, Conversion], bool]
     function: str  # `module:function`, the module in the system's folder
     place: Place  # when it runs
 
 
 class System(NamedTuple):
-    """A system's row. See the module."""
+    """One training or inference system: its formats, dialects, passes and hooks (see the module's docstring)."""
 
     formats: tuple[Entry, ...] = ()
     dialects: tuple[Dialect, ...] = ()
     passes: tuple[SystemPass, ...] = ()
     options: str = ""  # the class of the option group in `options.py` of the system's folder, "" for none
     # Each of the following is a `module:function` in the system's folder, "" for none (`offered`).
-    # (opened) -> ModelConfig | None: what the system's files state of the model in words of their own, for a source
-    # without a config.json
+    # (opened) -> ModelConfig | None: the model's config from the system's own files, for a source without a
+    # config.json
     config_reader: str = ""
-    # (opened, config.json or None, family or None) -> ModelConfig | None: what a job says of its model, which counts
-    # more than a config.json
+    # (opened, config.json or None, family or None) -> ModelConfig | None: the model's config from the files of a
+    # training job, which takes precedence over a config.json
     job_config: str = ""
-    # (chosen) -> sources.source_names.SourceNames | None: whose names they are where a tool saved the source that
-    # its format does not tell
+    # (chosen) -> sources.source_names.SourceNames | None: the naming scheme of the tensors, where it depends on the
+    # tool that saved the source and cannot be concluded from the format
     source_names: str = ""
-    tokenizer: str = ""  # (opened) -> (name -> bytes, notes): the hub's files of the tokenizer that headers state
-    # (parts, what the run says) -> why an adapter can't be one of whole weights, as its ranks have saved it
+    tokenizer: str = ""  # (opened) -> (name -> bytes, notes): the hub's tokenizer files, rebuilt from headers
+    # (parts, the run's settings) -> why the adapter, as its ranks saved it, cannot be one of unsharded weights
     adapter_faults: str = ""
-    # a trainer's state next to the steps of its run: (run, step, catalog, reading) -> (catalog, does it hold the
-    # state?), and (run, steps) -> the step that it goes on from, "" for none
+    # (run, step, catalog, reading) -> (catalog, does it hold the state?): a trainer's state that is stored next to the
+    # step folders of its run
     run_state: str = ""
-    newest_step: str = ""
+    newest_step: str = ""  # (run, steps) -> the step from which the trainer resumes, "" for none
 
 
 @cache
@@ -117,7 +121,7 @@ def systems() -> Mapping[str, System]:
 
 @cache
 def _found() -> dict[str, tuple[Entry, str]]:
-    """name -> (its entry, its package), in the entries' order."""
+    """Format name -> (its entry, its package), sorted by `Entry.order`."""
     entries = [
         (entry, f"{SYSTEMS}.{folder}.{entry.folder}")
         for folder, system in systems().items()
@@ -128,20 +132,20 @@ def _found() -> dict[str, tuple[Entry, str]]:
 
 @cache
 def entries() -> Mapping[str, Entry]:
-    """Every format's entry by its name, in their order."""
+    """Every format's entry by its name, sorted by `Entry.order`."""
     return {name: entry for name, (entry, _) in _found().items()}
 
 
 @cache
 def dialects() -> Mapping[str, Dialect]:
-    """Every dialect of a system by its name, in their order."""
+    """Every system's dialects by name, sorted by `Dialect.order`."""
     rows = [dialect for system in systems().values() for dialect in system.dialects]
     return {dialect.name: dialect for dialect in sorted(rows, key=lambda dialect: dialect.order)}
 
 
 @cache
 def option_groups() -> tuple[type, ...]:
-    """The groups of the options that one system has, by the names of the systems."""
+    """The option groups that belong to one system each, in the order of the systems' names."""
     return tuple(
         getattr(import_module(f"{SYSTEMS}.{folder}.options"), system.options)
         for folder, system in systems().items()
@@ -156,7 +160,7 @@ DialectQuestion = Literal["hub_config", "own_config", "hints", "extras", "leavin
 
 
 def offered(question: Question) -> Iterator[Callable[..., Any]]:
-    """The function by which each system answers a question, of those that do (`System`)."""
+    """The hooks of this name that the systems define (`System`)."""
     for folder, system in systems().items():
         function = getattr(system, question)
         if function:
@@ -164,7 +168,7 @@ def offered(question: Question) -> Iterator[Callable[..., Any]]:
 
 
 def of_dialect(dialect: str, question: DialectQuestion) -> Callable[..., Any] | None:
-    """The function by which the system of a dialect answers a question (`Dialect`), None where it does not.
+    """The hook of this name that a dialect's system defines (`Dialect`), None if it defines none.
 
     >>> of_dialect("megatron-swift", "leaving").__name__, of_dialect("hf", "leaving")
     ('leave_names', None)
@@ -185,12 +189,12 @@ def _function(folder: str, function: str) -> Callable[..., Any]:
 
 
 def passes_at(place: Place) -> Iterator[tuple[str, SystemPass]]:
-    """Each system's passes of one place, with the module that the pass' function is below."""
+    """The passes of all systems that run at this point, each with the package that contains the pass' function."""
     for folder, system in systems().items():
         yield from ((f"systems.{folder}", each) for each in system.passes if each.place == place)
 
 
 def load(name: str) -> Format:
-    """The format of that name. Raises KeyError."""
+    """Import and return the format of that name. Raises KeyError."""
     fmt: Format = import_module(f"{_found()[name][1]}.format").FORMAT
     return fmt

@@ -1,14 +1,14 @@
-"""Folders that are known and not read: what they are, and which of their parts are checkpoints that are read.
+"""Recognises folders that are not supported, and suggests which of their parts can be read as checkpoints.
 
     model_index.json                             a diffusers pipeline: unet/, vae/, text_encoder/ are a checkpoint each
     modules.json, 0_Transformer/model.safetensors    a sentence-transformers model with no module at the root
-    model_config.yaml, tp_rank_00_pp_rank_000/model_weights.ckpt    NeMo 1, a file a rank (in a .nemo or beside it)
+    model_config.yaml, tp_rank_00_pp_rank_000/model_weights.ckpt    NeMo 1, a file a rank (in a .nemo or next to it)
     checkpoint, params.w/.zarray                 Orbax and T5X of 2023, whose trees have no _METADATA
     saved_model.pb; model.ckpt-1.index           TensorFlow
     actor/, critic/                              nothing at the root, checkpoints below: veRL's global_step_N and others
 
-The first four put in a claim like a format's (`formats.registry`), so that a folder that a format would read in part
-is refused by name instead; `--from` overrides them. The others are only looked for where no format claims the folder.
+The first four make a claim as formats do (`formats.registry`), so that a folder that a format would read only in part
+is refused by name instead; `--from` overrides them. The others are only checked if no format claims the folder.
 
 Sources: diffusers `pipelines/pipeline_utils.py` (model_index.json), sentence-transformers `SentenceTransformer.py`
 (modules.json: [{"idx", "name", "path", "type"}]), NeMo of 2025 `collections/nlp/parts/nlp_overrides.py`, veRL
@@ -28,8 +28,8 @@ from ckpt_tool.formats.base import Evidence, Specificity
 from ckpt_tool.formats.hub_folder.modules import module_files
 from ckpt_tool.storage.source import Tree
 
-LOOKED_AT = 40  # files
-NAMED = 20  # models of a cache
+LOOKED_AT = 40  # files whose first bytes are examined
+NAMED = 20  # models of a hub cache that a hint lists
 _WEIGHTS = (".safetensors", "pytorch_model.bin", ".safetensors.index.json", ".bin.index.json")
 _PIPELINE = "model_index.json"
 _MODULES = "modules.json"
@@ -40,8 +40,8 @@ class Lookalike(NamedTuple):
     """A kind of folder that is not read."""
 
     name: str  # in words
-    find: Callable[[Tree], Evidence | None]  # its claim
-    # what to do with such a folder, some of whose folders are claimed by formats
+    find: Callable[[Tree], Evidence | None]  # the evidence that a tree is such a folder, or None
+    # (tree, its subfolders that formats claim) -> advice for the user
     hint: Callable[[Tree, Sequence[str]], str]
 
 
@@ -53,7 +53,8 @@ def _pipeline(tree: Tree) -> Evidence | None:
 
 
 def _modules(tree: Tree) -> Evidence | None:
-    """Where weights lie in the modules' folders that do not travel with the first module's (`hub_folder.modules`)."""
+    """A claim on a sentence-transformers model with weights in module folders that are not side files of the first
+    module (`hub_folder.modules`)."""
     if not tree.exists(_MODULES):
         return None
     weights = [path for path in tree.listing() if path.endswith(_WEIGHTS) and path.count("/") < 2]
@@ -65,7 +66,7 @@ def _modules(tree: Tree) -> Evidence | None:
 
 
 def _nemo_ranks(tree: Tree) -> Evidence | None:
-    """Weights of NeMo 1 that each rank saved for itself (`NLPSaveRestoreConnector`)."""
+    """A claim on NeMo 1 weights with a file per rank (`NLPSaveRestoreConnector`)."""
     ranks = [path for path in tree.listing() if _NEMO_RANK.fullmatch(path)]
     if not ranks or not tree.exists("model_config.yaml"):
         return None
@@ -119,7 +120,7 @@ LOOKALIKES = (
 
 
 def part_of(name: str) -> str:
-    """What a file of this name is one of, "" where a single file may be a checkpoint."""
+    """What a file of this name is a part of, "" if it may be a checkpoint by itself."""
     if name.endswith((".distcp", ".metadata")):
         from ckpt_tool.formats.dcp_container.dcp_items import DATA
         from ckpt_tool.formats.dcp_container.dcp_metadata import METADATA
@@ -131,7 +132,7 @@ def part_of(name: str) -> str:
 
 
 def looks_like(tree: Tree, below: Sequence[str]) -> tuple[str, str]:
-    """(what the tree holds, what to do with it or "") for a tree that no format claims. below: folders that one
+    """(what the tree holds, advice or "") for a tree that no format claims. below: its subfolders that a format
     claims."""
     from ckpt_tool.storage.magic import HEAD, advice, what_is
 
@@ -173,7 +174,7 @@ def looks_like(tree: Tree, below: Sequence[str]) -> tuple[str, str]:
 
 
 def _heads(tree: Tree, names: Iterable[str]) -> Iterable[tuple[str, bytes]]:
-    """The first bytes of the largest files."""
+    """(path, first bytes) of the largest files, which are the likeliest to be weights."""
     from ckpt_tool.storage.magic import HEAD
 
     listing = tree.listing()

@@ -1,8 +1,8 @@
-"""A catalog of a folder as one of a folder above it: where what a trainer left in several folders is one checkpoint.
+"""Rewrites a folder's catalog with paths relative to a parent folder, for checkpoints spread over several folders.
 
     dist_ckpt/ as read: __0_0.distcp      ->      actor/ as read: dist_ckpt/__0_0.distcp
 
-What was met in the files while they were read goes along. Cost: a few microseconds a tensor.
+What the reader recorded about zips in the files is copied too. Cost: a few microseconds a tensor.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ckpt_tool.storage.source import Tree
 
 
 def moved(above: Tree, below: Tree, folder: str, catalog: Catalog) -> Catalog:
-    """The catalog with paths of the tree `above`, in which `below` is `folder`."""
+    """The catalog with paths relative to `above`, in which the tree `below` is the folder `folder`."""
 
     def of(path: str) -> str:
         return f"{folder}/{path}"

@@ -1,5 +1,4 @@
-"""Every format, by name, and which of them a tree is of. Formats are loaded when they are first wanted
-(`formats.entry`).
+"""Finds a format by its name, or detects which format a tree has. Formats are imported on first use (`formats.entry`).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from ckpt_tool.formats.lookalikes import LOOKALIKES, looks_like, part_of
 from ckpt_tool.storage.source import Tree
 
 NAMES = tuple(entries())
-FOLDERS = 40  # that `components` looks into
+FOLDERS = 40  # how many folders `components` looks into at most
 
 
 def by_name(name: str) -> Format:
@@ -29,12 +28,12 @@ def by_name(name: str) -> Format:
 
 
 def of_dialect(dialect: str) -> Format:
-    """The first format where these names are at home."""
+    """The first format whose own tensor names are those of the dialect."""
     return next(fmt for fmt in map(by_name, NAMES) if fmt.holds.dialect == dialect)
 
 
 def may_be(name: str, tree: Tree) -> bool:
-    """False where format `name` need not be asked: its `detect` says None."""
+    """Could the tree have the format `name`? False means that its `detect` would return None, so it need not run."""
     return entries()[name].may_be(tree)
 
 
@@ -53,10 +52,11 @@ def claims(tree: Tree) -> list[Claim]:
 
 
 def settle(found: Sequence[Claim]) -> list[Claim]:
-    """The claims that stand; two of them are two checkpoints, or one that could be either.
+    """The claims that remain after conflicts are resolved. If two remain, the tree holds two checkpoints, or one that
+    could have either format.
 
-    A claim falls to a more specific one that accounts for every file of it; of what is left, to one of an earlier turn
-    where the same software loads both and takes one of them.
+    A claim is discarded if a more specific one covers all of its files. Of the remaining claims with the same loader,
+    only those with the lowest turn are kept, because the loader takes that form and ignores the others (`Evidence`).
     """
     standing: list[Claim] = []
     for claim in found:
@@ -75,13 +75,14 @@ def settle(found: Sequence[Claim]) -> list[Claim]:
 
 
 def _covers(other: Evidence, one: Evidence) -> bool:
+    """Is `other` more specific than `one`, and does it account for all of its files?"""
     return other.specificity > one.specificity and one.files <= other.files
 
 
 def detect(tree: Tree) -> tuple[Format, Evidence]:
-    """The one format that claims the tree.
+    """The one format that claims the tree, and its evidence.
 
-    Raises UnknownFormat: E0390 for none, E0391 for several, E1640 for what is known and not read.
+    Raises UnknownFormat: E0390 for none, E0391 for several, E1640 for a folder that is recognised but not supported.
     """
     whole = part_of(tree.single) if tree.single is not None else None
     if tree.single is not None and whole:
@@ -120,7 +121,7 @@ def detect(tree: Tree) -> tuple[Format, Evidence]:
 
 
 def components(tree: Tree) -> list[str]:
-    """The folders directly below that a format claims, of the first `FOLDERS`. Lists each."""
+    """The folders directly below the root that a format claims, of the first `FOLDERS`. Cost: one listing per folder."""
     folders = (
         list(dict.fromkeys(path.split("/")[0] for path in tree.listing() if "/" in path)) if tree.single is None else []
     )
@@ -135,7 +136,7 @@ def components(tree: Tree) -> list[str]:
 
 
 def several(found: Sequence[Claim], shown: str) -> UnknownFormat:
-    """The error (E0391) for several claims that stand. shown: the folder."""
+    """The error (E0391) for several claims that remain. shown: the folder, as displayed to the user."""
     choices = " or ".join(f"--from {claim.name}" for claim in found if claim.name in NAMES)
     return UnknownFormat(
         f"{'two' if len(found) == 2 else len(found)} formats claim it: {' and '.join(claim.name for claim in found)}",

@@ -1,4 +1,4 @@
-"""The pointer file of a run whose steps are numbered, and the folder of a step that it names.
+"""The file in a run's folder that names its latest step, and the name of a step's folder.
 
     latest_checkpointed_iteration.txt: "2"        -> iter_0000002/       Megatron's
                                        "2"        -> global_step_2/      veRL's, which has no name of Megatron's
@@ -14,5 +14,5 @@ RELEASE = "release/"
 
 
 def step_name(iteration: int) -> str:
-    """The name of a step's folder, as Megatron has it."""
+    """The name of a step's folder in Megatron's scheme, such as iter_0000002."""
     return f"iter_{iteration:07d}"

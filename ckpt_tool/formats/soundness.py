@@ -1,11 +1,11 @@
-"""Does a training state make sense? What headers show: moments and their parameters, step counters, experts.
+"""Checks from headers whether a training state is consistent: moments and their parameters, step counters, experts.
 
-The one idea: boxes that tile (`core.catalog`) say that a tensor is whole; here it is asked whether the tensors belong
-together. Everything found is a fault that a trainer would meet later, as a crash or, worse, not at all:
+The one idea: boxes that tile (`core.catalog`) show that a tensor is complete; this module checks whether the tensors
+belong together. Every finding is a fault that a trainer would run into later, as a crash or, worse, silently:
 
     w (3, 4) with w [exp_avg] (4, 3)                       moments of another model, or of another layout
-    w [exp_avg] without w, beside v with v [exp_avg]       a parameter that the model lost
-    w [master] without w, beside v with v [master]         the same
+    w [exp_avg] without w, but v with v [exp_avg]          a parameter that the model lost
+    w [master] without w, but v with v [master]            the same
     w [exp_avg] without w [exp_avg_sq], where others have both
     param_groups [{"step": 3}, {"step": 4}]                groups of two saves
     experts.0, experts.1, experts.3                        an expert that no rank wrote
@@ -13,9 +13,10 @@ together. Everything found is a fault that a trainer would meet later, as a cras
 What is no fault: a `step` tensor a parameter that differs from another's (torch counts a parameter's own steps, and one
 without a gradient does not step: `torch/optim/adamw.py`, 2.13); states of other shapes than their parameter's by design
 (factored or quantised optimizers name theirs otherwise); optimizers whose names have nothing to do with the model's
-(then nothing can be concluded). Formats say for themselves what is none (`Holds.lone_shards`, `Holds.all_experts`).
+(then nothing can be concluded). A format declares which checks do not apply to it (`Holds.lone_shards`,
+`Holds.all_experts`).
 
-Cost: a pass over the rows, where there are other states than the model. What it does not do: read values
+Cost: one pass over the catalog's rows if there are states other than the model. What it does not do: read values
 (`run.rounding`).
 """
 
@@ -42,7 +43,8 @@ _LENIENT = "; --lenient takes it as it is"
 
 
 def unsound(catalog: Catalog, holds: Holds) -> Iterator[CkptError]:
-    """Every fault of this kind: InconsistentCheckpoint E0305 (moments, steps), Incomplete E0302 (experts)."""
+    """Every inconsistency of the training state: InconsistentCheckpoint E0305 (moments, steps), Incomplete E0302
+    (experts)."""
     if holds.lone_shards:
         return
     yield from _steps(catalog.extras)
@@ -53,7 +55,7 @@ def unsound(catalog: Catalog, holds: Holds) -> Iterator[CkptError]:
 
 
 def check_sound(catalog: Catalog, holds: Holds, more: Iterable[CkptError] = ()) -> None:
-    """Raise the first fault, with the others beside it. more: faults that were found by values (`formats.steps`)."""
+    """Raise the first fault, with the others in its `faults`. more: faults found from values (`formats.steps`)."""
     faults = [*unsound(catalog, holds), *more]
     if faults:
         first = faults[0]
@@ -76,7 +78,7 @@ def _moments(catalog: Catalog) -> Iterator[CkptError]:
         return
 
     without = [name for name in masters if name not in model]
-    if 0 < len(without) < len(masters):  # (of ZeRO 3 and Paddle's sharding_io none has a weight beside its master)
+    if 0 < len(without) < len(masters):  # in ZeRO 3 and Paddle's sharding_io no master has a weight: that is no fault
         yield Incomplete(
             f"{len(without)} of {len(masters)} master weights have no weight in the model, the others have",
             code="E0302",
@@ -106,7 +108,7 @@ def _moments(catalog: Catalog) -> Iterator[CkptError]:
             elif not numeral(name):
                 lost.append((name, state))
 
-    if len({name for name, _ in lost}) < len(names):  # else the names are another dialect's
+    if len({name for name, _ in lost}) < len(names):  # if no name fits, optimizer and model use different dialects
         for name, state in lost:
             yield InconsistentCheckpoint(
                 f"{state} of a parameter that the model lacks",
@@ -118,8 +120,11 @@ def _moments(catalog: Catalog) -> Iterator[CkptError]:
 
 
 def _pairs(catalog: Catalog, shapes: Mapping[str, Mapping[str, Any]]) -> Iterator[CkptError]:
-    """Parameters of Adam's that have one moment and not the other, where most have both, and some in the same place of
-    other layers (Lion keeps one alone, and may leave norms and embeddings to Adam)."""
+    """Incomplete E0302 for parameters with only one of Adam's two moments.
+
+    It is a fault only if most parameters have both, and either parameters of the same role in other layers have both
+    or no other lacks one: Lion stores one moment alone, and may leave norms and embeddings to Adam.
+    """
     first, second = (shapes.get(state, {}) for state in ("exp_avg", "exp_avg_sq"))
     alone = [name for name in (*first, *second) if (name in first) != (name in second)]
     if alone:
@@ -140,12 +145,12 @@ def _pairs(catalog: Catalog, shapes: Mapping[str, Mapping[str, Any]]) -> Iterato
 
 
 def _place(name: str) -> str:
-    """A name without its numbers."""
+    """The name with # for its numbers: parameters of the same role in different layers get the same result."""
     return _NUMBER.sub("#", name)
 
 
 def _shapes(catalog: Catalog) -> dict[str, dict[str, tuple[int, ...]]]:
-    """State -> name -> shape."""
+    """The shapes of all tensors: state -> name -> shape."""
     out: dict[str, dict[str, tuple[int, ...]]] = {}
     if hasattr(catalog.tensors, "rows"):
         for row in catalog.rows():
@@ -165,7 +170,7 @@ def _path(catalog: Catalog, name: str, state: str) -> str | None:
 
 
 def _steps(extras: Mapping[str, Any]) -> Iterator[CkptError]:
-    """Groups of one optimizer that count different steps."""
+    """InconsistentCheckpoint E0305 for parameter groups of one optimizer with different step counts."""
     for where, groups in _groups(extras, "", 0):
         known = [(i, step) for i, step in enumerate(map(_step, groups)) if step is not None]
         for i, step in known[1:]:
@@ -178,7 +183,7 @@ def _steps(extras: Mapping[str, Any]) -> Iterator[CkptError]:
 
 
 def _groups(value: Any, where: str, depth: int) -> Iterator[tuple[str, list[Any]]]:
-    """Lists called `param_groups` (or `scalars`, DeepSpeed's counters of its groups) with their place."""
+    """(dotted path, list) of all lists called `param_groups` or `scalars` (DeepSpeed's counters of its groups)."""
     if depth > DEPTH or not isinstance(value, Mapping):
         return
     for key, item in value.items():
@@ -198,7 +203,8 @@ def _step(group: Any) -> int | float | None:
 
 
 def _experts(catalog: Catalog) -> Iterator[CkptError]:
-    """Experts whose numbers have a gap, or that lack a tensor that the others of their layer have."""
+    """Incomplete E0302 for gaps in the experts' numbers, and for experts that lack a tensor that others of their layer
+    have."""
     layers: dict[tuple[str, str], dict[int, set[str]]] = {}
     for row in catalog.rows():
         found = _EXPERT.fullmatch(row.name) if "experts." in row.name else None

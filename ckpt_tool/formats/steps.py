@@ -1,9 +1,9 @@
-"""A rank's file from another save, seen by the step counters that optimizers keep as tensors beside their moments.
+"""Detects a rank's file from another save by the step counters that optimizers store as tensors next to their moments.
 
-The one idea: torch keeps `step` and Paddle the powers of beta a parameter, so a file of a rank holds counters of its
-own. Parameters may count apart from each other (one without a gradient does not step), then a file holds several counts
-and nothing follows. But where all counters of one file agree, and all of another agree on another count, the files
-were not written at one time:
+The one idea: torch stores `step` and Paddle the powers of beta for each parameter, so each rank's file contains
+counters. Parameters may have different counts (one without a gradient does not step); then a file contains several
+counts and proves nothing. But if all counters of one file agree, and all of another agree on another count, the files
+belong to different saves:
 
     __1_0.distcp   step 3, 3, 3      __2_0.distcp   step 2, 2       -> E0305
 
@@ -31,11 +31,11 @@ from ckpt_tool.errors import CkptError, InconsistentCheckpoint, StorageError
 from ckpt_tool.formats.beside import SCHEDULER
 from ckpt_tool.storage.source import Tree
 
-LEAST = 2  # counters of a file: one may belong to a parameter that counts apart
+LEAST = 2  # counters of a file: a single one may belong to a parameter that skipped steps
 SAMPLE = 4  # counters of a file that are read
 NEAR = 1e-5  # relative: a step changes the smallest power (of 0.999) by a thousandth
 RECORD = "trainer_state.json"
-RECORD_LIMIT = 64 << 20  # bytes: it lists all that was logged
+RECORD_LIMIT = 64 << 20  # bytes: the record grows with the log, an entry per logging step
 SCALER = "scaler"
 # a loss scaler skips steps at the start, and now and then one of many
 FEW_SKIPPED = 20
@@ -47,8 +47,8 @@ _CODES = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
 
 
 def other_steps(tree: Tree, catalog: Catalog) -> Iterator[CkptError]:
-    """InconsistentCheckpoint E0305 for each kind of counter by which files are of different saves, with all files that
-    differ from most."""
+    """InconsistentCheckpoint E0305 for each kind of counter that shows files of different saves. It lists the files
+    that differ from the majority."""
     if len(catalog.files) < 2 or not any(_is_counter(state) for state in catalog.states()):
         return
     found: dict[str, dict[str, list[StoredArray]]] = defaultdict(lambda: defaultdict(list))
@@ -72,8 +72,8 @@ def other_steps(tree: Tree, catalog: Catalog) -> Iterator[CkptError]:
 
 
 def trainer_step(home: Tree, tree: Tree, catalog: Catalog) -> Iterator[CkptError]:
-    """InconsistentCheckpoint E0305 where the optimizer or the schedule beside a trainer's own record has made another
-    number of steps.
+    """InconsistentCheckpoint E0305 if the optimizer or the schedule next to a trainer's record has made another number
+    of steps than the record states.
 
     Args:
         home: the folder that may hold the record, which transformers' Trainer writes last of all files of a step.
@@ -105,7 +105,7 @@ def trainer_step(home: Tree, tree: Tree, catalog: Catalog) -> Iterator[CkptError
 
 
 def _refuse_other_step(home: Tree, found: str, recorded: int) -> InconsistentCheckpoint:
-    """The error (E0305) for a part of a trainer's folder that is of another step than its record. found: what it is."""
+    """The error (E0305) for a part of a trainer's folder from another step than its record. found: what was found."""
     return InconsistentCheckpoint(
         f"{found}, {RECORD} belongs to step {recorded}",
         code="E0305",
@@ -115,9 +115,9 @@ def _refuse_other_step(home: Tree, found: str, recorded: int) -> InconsistentChe
 
 
 def _scheduler_counts(home: Tree) -> Iterator[tuple[str, int]]:
-    """(file, how often it was called) of each schedule beside the record that counts calls.
+    """(file, number of `step` calls) for each schedule next to the record.
 
-    ReduceLROnPlateau and schedules made like it count what they are given to judge, an epoch or an evaluation."""
+    Left out: ReduceLROnPlateau and similar schedules, which count epochs or evaluations, not optimizer steps."""
     from ckpt_tool.formats.state_dict.content import read_content  # most steps have no schedule next to them
 
     for name in filter(SCHEDULER.fullmatch, home.names()):
@@ -125,7 +125,7 @@ def _scheduler_counts(home: Tree) -> Iterator[tuple[str, int]]:
             extras = read_content(home, name).extras
         except StorageError:
             raise
-        except CkptError:  # it stays among the files that are not read
+        except CkptError:  # unreadable: it is reported with the files that are not read
             continue
         if not isinstance(extras, Mapping) or PLATEAU in extras:
             continue
@@ -135,12 +135,12 @@ def _scheduler_counts(home: Tree) -> Iterator[tuple[str, int]]:
 
 
 def _count_ranks(home: Tree) -> int:
-    """The ranks of the job, by the RNG states that each of them left; at least 1."""
+    """The number of ranks of the job, by the RNG states that each rank saved; at least 1."""
     return max(1, sum(1 for name in home.names() if _RNG_OF_RANK.fullmatch(name)))
 
 
 def _optimizer_counts(tree: Tree, catalog: Catalog) -> set[float]:
-    """The numbers of steps that an optimizer's counters give: one where they agree. Those of DeepSpeed are plain."""
+    """The different step counts of an optimizer: one element if all agree. DeepSpeed stores a plain number."""
     plain = catalog.extras.get("global_steps")
     if type(plain) is int:
         return {float(plain)}
@@ -157,11 +157,12 @@ def _optimizer_counts(tree: Tree, catalog: Catalog) -> set[float]:
 
 
 def _is_counter(state: str) -> bool:
+    """Is it torch's `step`, or one of Paddle's powers of beta, which shrink with each step?"""
     return state == STEP or "_pow_acc" in state
 
 
 def _counts(tree: Tree, files: Mapping[str, list[StoredArray]]) -> dict[str, float]:
-    """File -> what its counters agree on; {} where those of any file do not agree."""
+    """File -> the count on which a sample of its counters agrees; {} if those of any file disagree."""
     out = {}
     for path, arrays in files.items():
         if len(arrays) < LEAST:

@@ -4,7 +4,7 @@ A file of a whole model next to other files of the same stem, with an index or w
 
 model.safetensors          transformers loads this one
 model.safetensors.index.json -> model-00001-of-00002.safetensors, ...     other tools take these
-model.fp16.safetensors     beside model.fp16-00001-of-00002.safetensors: the index of a variant has another name
+model.fp16.safetensors     next to model.fp16-00001-of-00002.safetensors: the index of a variant has another name
 
 One state with two levels that a model may be called by, and the same names on both with other shapes or values:
 
@@ -38,7 +38,9 @@ def refuse_file_next_to_index(tree: Tree, file: str, index: str, shards: Collect
     """Raise InconsistentCheckpoint E2874 unless the file is one of the index's.
 
     Args:
-        file: of the index's stem, and in the folder. shards: the files that the index lists. most: how many are named.
+        file: a file in the folder with the index's stem.
+        shards: the files that the index lists.
+        most: how many of them the error lists.
     """
     if file in shards:
         return
@@ -55,12 +57,12 @@ def refuse_file_next_to_index(tree: Tree, file: str, index: str, shards: Collect
 def refuse_file_next_to_numbered(
     tree: Tree, file: str, numbered: Sequence[str], without_index: str, *, most: int
 ) -> None:
-    """Raise InconsistentCheckpoint E2874 where the file of the stem of numbered files is in their folder.
+    """Raise InconsistentCheckpoint E2874 if the folder of numbered files also contains the unnumbered file.
 
     Args:
         numbered: the files, which are read without an index.
         without_index: what `--prefer` calls them.
-        most: how many of them are named.
+        most: how many of them the error lists.
     """
     if file not in tree.names():
         return
@@ -78,11 +80,11 @@ def refuse_file_next_to_numbered(
 def two_in_one_state(
     tree: Tree, catalog: Catalog, removed: Collection[TensorKey] = ()
 ) -> Iterator[InconsistentCheckpoint]:
-    """InconsistentCheckpoint E3070 for each level of a state next to the model's that has the model's names with other
-    shapes or values.
+    """InconsistentCheckpoint E3070 for each level of a state dict, other than the model's, that has the model's names
+    with other shapes or values.
 
     Args:
-        removed: tensors that the user leaves out: where a whole level is, the other one is meant.
+        removed: tensors that the user leaves out. A level that is left out completely is no second model.
     """
     # A folder of safetensors files is looked at without any reader of pickles.
     from ckpt_tool.formats.state_dict.roots import Roots
@@ -101,7 +103,7 @@ def two_in_one_state(
     for level, tensors in levels.items():
         twins = {name: catalog.tensors.get(TensorKey(name)) for name in tensors}
         pairs = [(name, twin, tensors[name]) for name, twin in twins.items() if twin is not None]
-        if len(pairs) < len(tensors):  # it has names of its own
+        if len(pairs) < len(tensors):  # it has names that the model lacks, so it is not a second version of it
             continue
         other_shapes = [name for name, ours, theirs in pairs if ours.shape != theirs.shape]
         stride = ceil_div(len(pairs), SAMPLE)
