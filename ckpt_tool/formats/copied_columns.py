@@ -68,7 +68,7 @@ def _rows(tensor: LogicalTensor) -> tuple[Ints, Ints, Ints, Sequence[str]]:
 
 
 def _met_again(every: _Every) -> tuple[Ints, bool]:
-    """(the records that occur in several files, by the row of their second occurrence; are there arrays without one?)"""
+    """(records that occur in several files, by the row of their second occurrence; are there arrays without one?)"""
     order = np.argsort(every.records, kind="stable")
     records = every.records[order]
     paths = every.paths[order]

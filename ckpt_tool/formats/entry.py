@@ -56,7 +56,7 @@ class Entry(NamedTuple):
 
 
 class Dialect(NamedTuple):
-    """The tensor names that a system uses, for `--dialect`, and the hooks that run when tensors get or lose these names.
+    """The tensor names that a system uses, for `--dialect`, and hooks that run when tensors get or lose these names.
 
     A hook is a `module:function` in the system's folder, "" for none (`of_dialect`).
     """

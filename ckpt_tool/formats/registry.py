@@ -1,5 +1,4 @@
-"""Finds a format by its name, or detects which format a tree has. Formats are imported on first use (`formats.entry`).
-"""
+"""Finds a format by its name, or detects which format a tree has. Formats are imported on first use (`formats.entry`)."""
 
 from __future__ import annotations
 
@@ -121,7 +120,7 @@ def detect(tree: Tree) -> tuple[Format, Evidence]:
 
 
 def components(tree: Tree) -> list[str]:
-    """The folders directly below the root that a format claims, of the first `FOLDERS`. Cost: one listing per folder."""
+    """The folders directly below the root that a format claims, of the first `FOLDERS`. Cost: a listing per folder."""
     folders = (
         list(dict.fromkeys(path.split("/")[0] for path in tree.listing() if "/" in path)) if tree.single is None else []
     )

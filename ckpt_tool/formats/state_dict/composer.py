@@ -26,12 +26,12 @@ ROOT = "archive"  # the zip's top folder: one name for all, so that a file's byt
 
 
 class StoragePart(NamedTuple):
-    """`box` of wanted tensor number `tensor` lies at element `start` of a storage, row-major without gaps, or with
-    `strides` (elements) between neighbours: columns of a wider matrix."""
+    """A box of a tensor that is stored at one position of a storage."""
 
-    tensor: int
+    tensor: int  # index of the wanted tensor
     box: Box
-    start: int
+    start: int  # element of the storage
+    # in elements, for columns of a wider matrix; None for row-major without gaps
     strides: tuple[int, ...] | None = None
 
 
@@ -39,7 +39,7 @@ class _Storage(NamedTuple):
     dtype: DType
     nbytes: int
     parts: Sequence[StoragePart]
-    data: bytes | None  # a value that is known already
+    data: bytes | None  # the bytes, if they are known when the file is planned; None for tensors that are copied later
 
 
 class TorchComposer:
@@ -49,8 +49,8 @@ class TorchComposer:
         self._storages: list[_Storage] = []
 
     def tensor(self, shape: Sequence[int], dtype: DType, parts: Sequence[StoragePart]) -> TensorRef:
-        """A tensor with a storage of its own that `parts` fill; what they leave out is zero. Put it into the
-        skeleton."""
+        """Add a tensor with its own storage, which `parts` fill; elements outside them are zero. Returns the reference
+        to put into the skeleton (`file`)."""
         return self._add(shape, dtype, parts, None)
 
     def value(self, shape: Sequence[int], dtype: DType, data: bytes) -> TensorRef:
@@ -69,7 +69,7 @@ class TorchComposer:
         return base._replace(shape=tuple(shape), offset=offset, stride=tuple(strides))
 
     def file(self, path: str, skeleton: Any) -> TargetFile:
-        """The file: the pickle of `skeleton`, in which the tensors made here stand, and their storages."""
+        """Plan the file: the pickle of `skeleton`, which contains the references made here, and their storages."""
         plan = plan_zip(ROOT, dumps(skeleton), [(str(i), one.nbytes) for i, one in enumerate(self._storages)])
         arrays: list[TargetArray] = []
         patches: list[Patch] = []
@@ -93,7 +93,10 @@ class TorchComposer:
 
 
 def _filled(at: int, data: bytes, holes: dict[int, bytes]) -> bytes:
-    """The literal bytes at offset `at` with the CRCs of known storages in their holes."""
+    """The literal bytes at offset `at`, with the CRCs of known storages filled in.
+
+    holes: offset in the file -> CRC-32.
+    """
     mine = {hole - at: crc for hole, crc in holes.items() if at <= hole < at + len(data)}
     if not mine:
         return data

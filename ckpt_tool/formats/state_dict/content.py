@@ -29,24 +29,28 @@ DTENSOR = "E0399"
 
 
 class TorchContent(NamedTuple):
-    """One torch file, taken apart."""
+    """The content of one torch file."""
 
-    # (path, array), in the pickle's order; tensors that foreign objects hold, or that are kept in other forms than
-    # dense ones, lie `Nowhere` (`formats.state_dict.unread`)
+    # (path, array), in the pickle's order; tensors inside foreign objects, and tensors that are not dense, have the
+    # path `Nowhere` (`formats.state_dict.unread`)
     leaves: list[tuple[Path, StoredArray]]
-    extras: Any  # what is left (`formats.state_dict.tree.part`)
-    unsafe: list[str]  # uses of names that only an unpickler would run, and on what such tensors hang
+    extras: Any  # everything that is not a tensor (`formats.state_dict.tree.part`)
+    unsafe: list[str]  # a line for each use of a name that unpickling would execute, and each foreign object
     globals: list[str]  # every name that the pickle mentions
     ordered: list[tuple[Path, Any]]  # the attributes of OrderedDicts
     # the DTensors among the leaves, whose array is the rank's own part (`systems.torch.torch_save.ranks` places it)
     wrapped: Mapping[Path, WrapperRef] = MappingProxyType({})
-    # where a tensor that hangs inside one (its mesh) lies
+    # returns the stored array of a tensor inside a DTensor (its mesh)
     find: Callable[[TensorRef], StoredArray] | None = None
 
 
 def read_content(tree: Tree, name: str, *, dtensors: bool = False) -> TorchContent:
-    """File `name`, from its pickle and directory alone. Raises InputError E0399 for a DTensor (one rank's part of a
-    distributed state) unless they are asked for, and what containers and pickles raise."""
+    """Read the content of file `name`, from its pickle and directory alone.
+
+    dtensors: accept DTensors (one rank's part of a distributed state); otherwise they raise InputError E0399.
+
+    Raises also what containers and pickles raise.
+    """
     shown = tree.display(name)
     head = tree.head(name, 512)
     if is_tar(head):

@@ -1,12 +1,12 @@
-"""A wanted output as one nested training state: every tensor at its path, the extras around them.
+"""Builds one nested training state from a wanted output: every tensor at its path, in between the extras.
 
-The one idea: a tensor that came from a nested state goes back to the very path it hung at; one that came without a path
-is given the place that its kind has in that state, or in the layout of `get_state_dict`:
+The one idea: a tensor that came from a nested state goes back to the same path; one that came without a path is put
+where its kind is in that state, or in the layout of `get_state_dict`:
 
     {"model": {name: T}, "optim": {"state": {name: {"exp_avg": T, ...}}, "param_groups": [...]}, "ema": {...}, ...}
 
-Shared by the writers of torch files and of DCP, which differ in what they put at a tensor's place. Extras that only a
-foreign class could hold are left out, and named. Cost: one visit a value.
+The writers of torch files and of DCP share it; they differ in the value that they put at a tensor's path. Extras that
+are not plain values are left out, and a note lists them. Cost: one visit a value.
 """
 
 from __future__ import annotations
@@ -35,22 +35,27 @@ _LEAVE = object()
 
 
 class Nested(NamedTuple):
-    """tree: the state. paths: of each wanted tensor in it. notes: what was left out, in words."""
+    """A nested training state that is ready to be pickled."""
 
     tree: dict[Any, Any]
-    paths: list[Path]
-    notes: list[str]
+    paths: list[Path]  # the path of each wanted tensor in `tree`, in the order of `Wanted.tensors`
+    notes: list[str]  # what was left out or changed, in words
 
 
 def nest(wanted: Wanted, places: Sequence[Any], *, whole_numbers: bool) -> Nested:
-    """Put `places[i]` where tensor i of `wanted` belongs.
+    """Build the nested state of `wanted` with `places[i]` at the path of tensor i.
 
-    whole_numbers: number an optimizer's parameters by integers, as `torch.optim` asks; False keeps DCP's text keys, and
-    writes names where a `torch.optim` file had integers whose names are known: a job of DCP asks for names.
-    Whoever reads the state by the rules of `state_dict.paths` finds the wanted names again: where the old paths would
-    not give them (a filter took the evidence away), the layout above is taken; where an optimizer's numbers would not,
-    its groups are given `param_names`. Raises UsageError E0241 for two tensors at one path, E0243 for names that no
-    place gives.
+    Reading the result by the rules of `state_dict.paths` is guaranteed to give the wanted names again: if the old paths
+    would not (a filter removed the evidence), the layout of the module's docstring is used; if an optimizer's numbers
+    would not, its groups get `param_names`.
+
+    Args:
+        places: the value to store for each tensor of `wanted`.
+        whole_numbers: number an optimizer's parameters by integers, as `torch.optim` requires. False keeps DCP's text
+            keys, and writes names where a `torch.optim` file had integers whose names are known, because a DCP job
+            requires names.
+
+    Raises UsageError E0241 for two tensors at one path, E0243 for a name that no path gives.
     """
     extras, left_out = writable(wanted.extras)
     notes = [f"left out, because no plain value holds it: {', '.join(left_out[:20])}"] if left_out else []
@@ -98,10 +103,10 @@ def _has_second_model(wanted: Wanted, roots: Roots) -> bool:
 def _with_names_for_numbers(
     wanted: Wanted, extras: dict[Any, Any], roots: Roots
 ) -> tuple[Wanted, dict[Any, Any], Roots]:
-    """What is wanted with names in place of the integers by which a torch optimizer lists its parameters.
+    """Replace the integers by which a torch optimizer lists its parameters with names.
 
-    `torch.distributed.checkpoint.state_dict` asks for `optim.state.NAME.exp_avg` and lists of names (torch 2.13
-    `_get_optim_state_dict`). Numbers of a DCP are text: whoever saved those asks for them again."""
+    `torch.distributed.checkpoint.state_dict` requires `optim.state.NAME.exp_avg` and lists of names (torch 2.13
+    `_get_optim_state_dict`). Numbers that are text come from a DCP whose job expects them again, so they stay."""
     extras = _without_removed(extras, wanted, roots)
     tensors = list(wanted.tensors)
     left = dict(roots.ids)
@@ -126,7 +131,7 @@ def _lists_numbers(groups: Any) -> bool:
 
 
 def _list_names(groups: list[Any], names: Mapping[str, str]) -> list[Any]:
-    """The groups, each with the names of its parameters alone."""
+    """The groups with names in place of numbers in `params`, and without `param_names`."""
     named_groups = []
     for group in groups:
         named = {key: value for key, value in group.items() if key != "param_names"}
@@ -136,7 +141,7 @@ def _list_names(groups: list[Any], names: Mapping[str, str]) -> list[Any]:
 
 
 def _paths(wanted: Wanted, roots: Roots, extras: Mapping[Any, Any], *, kept: bool, whole_numbers: bool) -> list[Path]:
-    """Each tensor's own path if it still is its name's, else the place of its kind."""
+    """The output path of each tensor: its own if that still contains its name, else the usual one of its kind."""
     numbered = {name for names in roots.ids.values() for name in names.values()}
     out = []
     for tensor in wanted.tensors:
@@ -149,8 +154,7 @@ def _paths(wanted: Wanted, roots: Roots, extras: Mapping[Any, Any], *, kept: boo
 
 
 def _unlike(wanted: Wanted, paths: Sequence[Path], extras: Mapping[Any, Any]) -> TensorKey | None:
-    """The first tensor whose path would be read under another name, or as one that can't be read; None when all come
-    back."""
+    """The first tensor that a reader would find under another name, or could not read; None if all names come back."""
     order = _order_in_file(paths, extras)
     leaves = [Leaf(paths[i], wanted.tensors[i].shape) for i in order]
     named = name_leaves(leaves, extras)
@@ -161,7 +165,7 @@ def _unlike(wanted: Wanted, paths: Sequence[Path], extras: Mapping[Any, Any]) ->
 
 
 def _order_in_file(paths: Sequence[Path], extras: Mapping[Any, Any]) -> list[int]:
-    """The tensors' numbers in the order in which a walk of the nested state meets them."""
+    """The tensors' indices in the order in which a walk of the nested state visits them."""
     ranks: dict[Path, int] = {(key,): n for n, key in enumerate(extras)}
     for path in paths:
         for depth in range(1, len(path) + 1):
@@ -172,7 +176,7 @@ def _order_in_file(paths: Sequence[Path], extras: Mapping[Any, Any]) -> list[int
 def _with_param_names(
     extras: dict[Any, Any], wanted: Wanted, paths: Sequence[Path], roots: Roots
 ) -> tuple[dict[Any, Any], list[Path]]:
-    """(extras, the optimizers whose groups were given names): where a reader could not name the numbers by himself."""
+    """(extras, the optimizers whose groups got `param_names`, because a reader could not derive the names)."""
     by_optimizer: dict[Path, dict[int, str]] = {}
     for path, tensor in zip(paths, wanted.tensors, strict=True):
         if "state" in path[:-2] and numeral(path[path.index("state") + 1]):
@@ -216,7 +220,7 @@ def _all_numbers(groups: list[Any]) -> bool:
 
 
 def _check_distinct(wanted: Wanted, paths: Sequence[Path]) -> None:
-    """Raise where two tensors hang at one path, or one hangs below another."""
+    """Raise if two tensors have the same path, or if one tensor's path is a prefix of another's."""
     seen: dict[Path, WantedTensor] = {}
     for path, tensor in zip(paths, wanted.tensors, strict=True):
         other = seen.setdefault(path, tensor)
@@ -238,7 +242,7 @@ def _at_one_path(a: WantedTensor, b: WantedTensor, path: Path) -> UsageError:
 
 
 def _with_integer(path: Path, extras: Mapping[Any, Any]) -> Path:
-    """`("optim", "state", "0", ...)` with 0 where the groups beside it list integers."""
+    """`("optim", "state", "0", ...)` with 0 for "0" if the `param_groups` next to it list integers."""
     if "state" not in path[:-2]:
         return path
     at = path.index("state")
@@ -250,7 +254,8 @@ def _with_integer(path: Path, extras: Mapping[Any, Any]) -> Path:
 
 
 def _without_removed(extras: dict[Any, Any], wanted: Wanted, roots: Roots) -> dict[Any, Any]:
-    """Groups without the numbers of parameters that are no longer there, where the numbers' names are known."""
+    """The extras with the numbers of removed parameters deleted from the optimizers' groups, as far as the names of
+    the numbers are known."""
     have = {tensor.key.name for tensor in wanted.tensors}
     if not roots.ids or not any(tensor.key.state == MODEL for tensor in wanted.tensors):
         return extras
@@ -276,7 +281,7 @@ def _prune(groups: Any, numbers: set[int], names: set[str]) -> Any:
 
 
 def ordered(hints: Hints) -> Iterator[tuple[Path, dict[Any, Any]]]:
-    """(path, attributes) of the OrderedDicts of the source that carried attributes which can be written."""
+    """(path, attributes) of the source's OrderedDicts with attributes that can be written."""
     found = hints.get(Ordered)
     for path, attributes in found.attributes if found else ():
         kept, left_out = writable(attributes)
@@ -285,7 +290,7 @@ def ordered(hints: Hints) -> Iterator[tuple[Path, dict[Any, Any]]]:
 
 
 def _order(tree: dict[Any, Any], path: Path, attributes: Any) -> dict[Any, Any]:
-    """The tree with the dict at `path` as an OrderedDict that has its attributes again."""
+    """The tree with the dict at `path` turned into an OrderedDict with these attributes."""
     node: Any = tree
     for step in path[:-1]:
         node = node.get(step) if isinstance(node, dict) else None
@@ -306,7 +311,7 @@ def _order(tree: dict[Any, Any], path: Path, attributes: Any) -> dict[Any, Any]:
 
 
 def writable(extras: Mapping[str, Any]) -> tuple[dict[Any, Any], list[str]]:
-    """(the extras that our pickles can hold, `PATH: class` of what they can't)."""
+    """(the extras that our pickle writer can store, `PATH: class` for each value that it cannot)."""
     left_out: list[str] = []
     kept = _writable(extras, (), left_out)
     return (kept if isinstance(kept, dict) else {}), left_out

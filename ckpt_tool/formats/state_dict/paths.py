@@ -1,8 +1,8 @@
-"""Where a tensor hangs in a nested training state <-> its logical name and state.
+"""Maps a tensor's path in a nested training state to its logical name and state.
 
-The one idea: what a tensor is follows from where it hangs, and only from what can be seen there. `name_leaves` turns
-paths into keys and says in notes what it concluded and from what; the path itself is always kept
-(`LogicalTensor.path`), so that writing the same kind of file puts each tensor back where it hung.
+The one idea: a tensor's meaning is derived from its path, and only from evidence in the state itself. `name_leaves`
+turns paths into keys and reports in notes what it concluded and from what; the path itself is always kept
+(`LogicalTensor.path`), so that writing the same kind of file puts each tensor back at its path.
 `state_dict.roots.Roots.path` is the inverse for tensors that have no path, because they come from a format without
 nesting.
 
@@ -17,15 +17,15 @@ nesting.
 Rules, in this order:
 
 1. Optimizers, by structure: a node with `state`, below it a dict by parameter, below that a dict with tensors; and one
-   more sign: `param_groups` beside it, a name such as `optim`, states that optimizers have, or parameters that the
-   model has. The flat spelling `state.PARAMETER.STATE` (as one key, after any prefix) counts when its parameters are
-   tensors of the model, or `param_groups.PARAMETER.*` stand beside it; what stands before these parameters in the
-   model's keys (`model.`) is then the model's prefix.
+   more sign: `param_groups` next to it, a name such as `optim`, states that optimizers have, or parameters that the
+   model has. The flat spelling `state.PARAMETER.STATE` (as one key, after any prefix) counts if its parameters are
+   tensors of the model, or if there are keys `param_groups.PARAMETER.*` next to it; what precedes these parameters in
+   the model's keys (`model.`) is then the model's prefix.
 2. `ema`, `model_ema`, `params_ema`, ... hold the state `ema` (`formats.state_dict.averages`: lists, and `model_ema.`
-   among the model's names); `master_weights`, `fp32_params`, ... the state `master`. Beside
-   `current_model_state` and `averaging_state` the averages lie in `state_dict`, as Lightning's callback leaves them.
+   among the model's names); `master_weights`, `fp32_params`, ... the state `master`. If there are
+   `current_model_state` and `averaging_state`, the averages are in `state_dict`, where Lightning's callback puts them.
 3. The model's root: the first of `model`, `model_state_dict`, `state_dict`, `module`, ... that holds tensors, at the
-   top or beside an optimizer; one level is taken off, never two. Without any, the model lies bare at the top.
+   top or next to an optimizer; one level is taken off, never two. Without any, the model's tensors are at the top.
    A tuple, a list or a dict of tensors under the name of one parameter is an error (`formats.state_dict.in_parts`),
    and so are two tensors of one name (`formats.state_dict.one_name`).
 4. Whatever else is a tensor (RNG states, a scheduler's) has the state `extras` and its dotted path as name, less a
@@ -78,7 +78,8 @@ from ckpt_tool.formats.state_dict.words import (
 )
 
 UNNAMED = "N-unnamed-parameters"  # the note on an optimizer whose numbers keep
-_WEAK_ROOTS = frozenset(("module", "net", "network", "params"))  # may as well be a part of a model that lies bare
+# These may be submodules of a model whose tensors are at the top, so they count as its root only if nothing else does.
+_WEAK_ROOTS = frozenset(("module", "net", "network", "params"))
 _FLAT = re.compile(r"(?:^|(?<=\.))state\.")
 _RNG = re.compile(r"(?:^|[._])rng(?:[._]|$)", re.IGNORECASE)
 _COUNTERS = frozenset(("step", "global_step", "iteration", "iter", "epoch", "loss", "best_loss"))
@@ -87,27 +88,29 @@ _COUNTERS = frozenset(("step", "global_step", "iteration", "iter", "epoch", "los
 class Leaf(NamedTuple):
     """A tensor of a state."""
 
-    path: Path  # where it hangs, never empty
+    path: Path  # the dict keys and list indices that lead to it, never empty
     shape: tuple[int, ...]  # elements
     same: Hashable = None  # equal for tensors over the very same bytes, None when unknown
 
 
 class Named(NamedTuple):
-    """The leaves of a nested dict under the names of tensors."""
+    """The logical keys of all tensors of a nested dict, and what was concluded on the way."""
 
     keys: list[TensorKey]  # one for each leaf, all different
     notes: list[Note]  # what was concluded
-    roots: Roots  # where things hang
-    faults: Mapping[TensorKey, CkptError] = MappingProxyType({})  # of tensors that can't be read as what they are
+    roots: Roots  # the paths of the model, the optimizer, averages and master weights
+    # why a tensor cannot be read although its bytes are stored, by key
+    faults: Mapping[TensorKey, CkptError] = MappingProxyType({})
 
 
 def name_leaves(
     leaves: Sequence[Leaf], extras: Mapping[str, Any], *, path: str = "", prefer: str | None = None
 ) -> Named:
-    """Logical keys for the tensors of one state.
+    """The logical keys of the tensors of one nested state.
 
     Args:
-        leaves: the tensors in the state's own order. extras: what hung beside them (`formats.state_dict.tree.part`).
+        leaves: the tensors in the state's own order.
+        extras: the plain values of the state (`formats.state_dict.tree.part`).
         path: the file, for notes.
         prefer: the level that holds the model, if the user names one (`--prefer`).
     """
@@ -120,7 +123,8 @@ def name_leaves(
 
 
 def _name_state(leaves: Sequence[Leaf], extras: Mapping[str, Any], path: str) -> Named:
-    """`name_leaves` by what can be seen in the state alone."""
+    """`name_leaves` without a preferred level: by evidence in the state alone."""
+    # The order matters: each step names what the earlier ones left, and averages and numbers need the model's names.
     naming = _Naming(leaves, extras, path)
     naming.nested_optimizers()
     naming.side_roots()
@@ -139,11 +143,11 @@ class _Optimizer:
 
     path: Path
     entries: list[tuple[int, Any, str]]
-    prefix: str | None = None  # what stands before `state.` in a flat key; None in the nested form
+    prefix: str | None = None  # what precedes `state.` in a flat key; None in the nested form
 
 
 class _Naming:
-    """The rules above, one method each, over a table of keys that fills up."""
+    """The rules of the module's docstring, one method each; every method fills more of `keys`."""
 
     def __init__(self, leaves: Sequence[Leaf], extras: Mapping[str, Any], path: str) -> None:
         self.leaves = leaves
@@ -231,7 +235,7 @@ class _Naming:
             self._take(_Optimizer(root, entries, prefix))
 
     def _grouped(self, root: Path, prefix: str, names: Sequence[str]) -> bool:
-        """Do `param_groups.NAME.*` stand beside these flat states, and are the states an optimizer's?"""
+        """Are there keys `param_groups.NAME.*` next to these flat states that list the same parameters, or numbers?"""
         beside = value_at(self.extras, root)
         if not isinstance(beside, Mapping):
             return False
@@ -243,7 +247,7 @@ class _Naming:
     # -- rules 2 and 3 ----------------------------------------------------------------------------------------------
 
     def side_roots(self) -> None:
-        """EMA and master weights."""
+        """Name the tensors below levels of averages (EMA) and of master weights."""
         members: dict[tuple[str, Path], list[int]] = {}
         averaged = self._averaged()
         for i in self.rest():
@@ -272,7 +276,8 @@ class _Naming:
                 self.keys[i] = TensorKey(clean(dotted(self.leaves[i].path[len(below) :])), state)
 
     def _sort_averages(self, root: Path, below: Path, own: Sequence[int]) -> None:
-        """Keys for what is below a level of averages; lists get theirs when the model is known (`averages`)."""
+        """Name the tensors below a level of averages. Lists get a provisional key until the model is known
+        (`averages`)."""
         sorted_out = sort_averages({i: self.leaves[i].path for i in own}, root, below)
         for i in sorted_out.others:
             self._extra(i)
@@ -285,8 +290,8 @@ class _Naming:
                 self.keys[i] = TensorKey(dotted(self.leaves[i].path), EMA)
 
     def averages(self) -> None:
-        """Names for averages that have none of their own, once the model has them: lists, names below the model's own
-        (`model_ema.`), and those of one part of the model (`g_ema` beside `g`)."""
+        """Name the averages that need the model's names: lists, averages among the model's own tensors (`model_ema.`),
+        and averages of one part of the model (`g_ema` next to `g`)."""
         model = self._model()
         for listed in self.lists:
             shapes = [self.leaves[i].shape for _, i in listed.members]
@@ -306,8 +311,8 @@ class _Naming:
         self._averages_within()
 
     def _name_as_the_model(self, word: str, members: Sequence[int], live: Mapping[str, tuple[int, ...]]) -> None:
-        """Names of the model for averages of a level that have others: those of one part (`g_ema` beside `g`), or
-        behind a wrapper (`module.X` in torch's AveragedModel and timm's ModelEma, beside X; or the other way round)."""
+        """Rename the averages of a level to the model's names where they differ: averages of one part (`g_ema` next to
+        `g`), or of a wrapped model (`module.X` in torch's AveragedModel and timm's ModelEma for X; or the reverse)."""
         keys = ((i, self.keys[i]) for i in members)
         own = {key.name: i for i, key in keys if key is not None}
         for name in COUNTERS.intersection(own) - live.keys():
@@ -336,12 +341,13 @@ class _Naming:
             self.note("N-averages-within", f"{count} tensors below {word}. are averages, the state ema")
 
     def _refuse(self, leaf: int, fault: CkptError) -> None:
-        """Note that a leaf can't be read as what it is."""
+        """Record why a leaf cannot be read."""
         fault.path = fault.path or self.path or None
         self.faults[leaf] = fault
 
     def _averaged(self) -> Path | None:
-        """Where Lightning's callback puts the averages: where a model lies otherwise, which it moves away."""
+        """The path at which Lightning's callback stores averages: `state_dict`, the usual place of the model, which it
+        moves to another key. None if the state is not one of this callback's."""
         tops = {leaf.path[0] for leaf in self.leaves if len(leaf.path) > 1}
         if not {LIVE_ROOT, AVERAGING, "state_dict"} <= tops:
             return None
@@ -372,7 +378,7 @@ class _Naming:
             self.found["model"] = self.root
 
     def model(self) -> None:
-        """Name the model's tensors; what is left is extras."""
+        """Name the model's tensors; all others become extras."""
         rest = self.rest()
         if self.root is not None:
             for i in rest:
@@ -424,8 +430,10 @@ class _Naming:
             )
 
     def _note_second_models(self, members: Sequence[int]) -> None:
-        """Note what is on another level that a model may be called by, or that has weights. members: leaves of the
-        model and extras."""
+        """Note the tensors of another level that has a model's usual name, or that contains weights.
+
+        members: leaves of the model and extras.
+        """
         others: dict[str, list[int]] = {}
         for i in members:
             key = self.keys[i]
@@ -460,7 +468,7 @@ class _Naming:
         return path[0] == EXTRAS or bool(_RNG.search(dotted(path)))
 
     def _refuse_parts(self, members: Sequence[int], *, is_flat: bool) -> None:
-        """Note tensors of the model that are parts of one parameter (`in_parts`)."""
+        """Record a fault for each tensor of the model that is only a part of a parameter (`in_parts`)."""
         start = len(self.root or ())
         parts: dict[Path, list[int]] = {}
         for i in members:
@@ -474,7 +482,7 @@ class _Naming:
                 self._refuse(i, refuse_parts(parameter, path, inner))
 
     def _prefixed_ema(self, i: int, word: str) -> bool:
-        """`ema.NAME` in a state of dotted keys."""
+        """Name a leaf such as `ema.NAME` in a state of dotted keys. False if it is none."""
         root, _, name = word.partition(".")
         state = MASTER if root in MASTER_ROOTS else None
         if is_average(root):
@@ -500,7 +508,7 @@ class _Naming:
         ]
 
     def numbers(self) -> None:
-        """Names for optimizers that number their parameters."""
+        """Replace numbers by names in optimizers that number their parameters, if the order and shapes allow it."""
         model = self._model()
         for optimizer in self.optimizers:
             groups = value_at(self.extras, (*optimizer.path, "param_groups"))
@@ -526,8 +534,8 @@ class _Naming:
                     self.keys[i] = TensorKey(clean(aligned.names[int(number)]), key.state)
 
     def unique(self) -> list[TensorKey]:
-        """The keys; a second tensor of one key becomes an extra under its path. Where one would be lost by that, the
-        first of them can't be read (`one_name`)."""
+        """The final keys, all different: a second tensor of the same key becomes an extra under its path. If a weight
+        would be lost by that, the first of the two gets a fault (`one_name`)."""
         seen: dict[TensorKey, int] = {}
         places: dict[str, int] = {}
         out: list[TensorKey] = []
@@ -561,8 +569,13 @@ class _Naming:
         return out
 
     def _refuse_joined(self, number: int, keys: Sequence[TensorKey], places: dict[str, int]) -> None:
-        """Note a weight of the model where another tensor's keys join to the same name, whatever that one was taken
-        for. keys: of the leaves up to this one. places: joined keys -> the first leaf of them."""
+        """Record a fault for a weight of the model if another tensor's path joins to the same dotted name, as
+        ("a.b", "c") and ("a", "b.c") do.
+
+        Args:
+            keys: those of the leaves up to this one.
+            places: dotted path -> the first leaf that has it.
+        """
         other = places.setdefault(dotted(self.leaves[number].path), number)
         weights = [leaf for leaf in (other, number) if keys[leaf].state == MODEL]
         if other != number and weights and weights[0] not in self.faults:
@@ -572,6 +585,7 @@ class _Naming:
             self._refuse(weights[0], refuse_one_name(keys[weights[0]], *paths))
 
     def roots(self) -> Roots:
+        """The paths at which the model, the optimizer, averages and master weights were found, for writers."""
         first = self.optimizers[0] if self.optimizers else None
         optimizer = self.found.get("optimizer", ("optim",))
         if first is not None and first.prefix:
@@ -589,8 +603,8 @@ class _Naming:
 
 
 def common_prefix(names: Sequence[str], keys: Iterable[str]) -> str | None:
-    """What stands before every one of `names` in `keys`: `["w"]` in `["model.w", "step"]` -> "model."; None when some
-    name is in no key, or there is no name."""
+    """The prefix with which every one of `names` occurs in `keys`: `["w"]` in `["model.w", "step"]` -> "model.". None
+    if there is no such prefix, or no name."""
     have = set(keys)
     if not names or not have:
         return None
@@ -603,7 +617,7 @@ def common_prefix(names: Sequence[str], keys: Iterable[str]) -> str | None:
 
 
 def _numbered(groups: Any, parameters: Sequence[Any]) -> bool:
-    """Are these parameters numbers? `"0"` is one where the groups list integers (DCP spells every key as text)."""
+    """Are these parameters numbers? `"0"` counts as one if the groups list integers (DCP stores every key as text)."""
     if all(type(p) is int for p in parameters):
         return True
     listed = (

@@ -1,16 +1,18 @@
-"""A nested training state, taken apart into tensors with their paths and plain extras, and put together again.
+"""Splits a nested training state into tensors with their paths and plain extras, and joins them again.
 
     {"model": {"w": T0}, "epoch": 3, "rng": [T1, None]}
 
-parts into the leaves `("model", "w")` -> T0 and `("rng", 0)` -> T1 and the extras `{"epoch": 3, "rng": [SLOT, None]}`:
-a dict that held nothing but tensors vanishes (the paths bring it back), while a list or tuple keeps a `SLOT` where a
-tensor (or a dict of nothing but tensors) stood, because positions matter there. `join` is the inverse.
+is split into the leaves `("model", "w")` -> T0 and `("rng", 0)` -> T1 and the extras
+`{"epoch": 3, "rng": [SLOT, None]}`. A dict that contained only tensors disappears (the paths restore it), while a list
+or tuple gets a `SLOT` in place of a tensor (or of a dict of only tensors), because positions matter there. `join` is
+the inverse.
 
-A state that torchao keeps as codes (`pickles.coded_states`) parts into its plain tensors: `exp_avg@codes`,
-`exp_avg@scale`, `exp_avg@qmap`; a weight that it does (`pickles.coded_weights`): `m._weight_qdata`, `m._weight_scale`.
+An optimizer state that torchao quantises (`pickles.coded_states`) is split into its plain tensors: `exp_avg@codes`,
+`exp_avg@scale`, `exp_avg@qmap`; a quantised weight (`pickles.coded_weights`) into `m._weight_qdata`,
+`m._weight_scale`.
 
-Cost: one visit a value. What this module does not do: know names, states or files; look into objects of unknown
-classes (`pickles.pickle_reader.refuse_weight_bearing` judges what hangs in those).
+Cost: one visit a value. What this module does not do: interpret names, states or files; look into objects of unknown
+classes (`pickles.pickle_reader.refuse_weight_bearing` handles the tensors in those).
 """
 
 from __future__ import annotations
@@ -38,11 +40,11 @@ from ckpt_tool.storage.pickles.pickle_values import (
 )
 from ckpt_tool.weight_schemes.quantised_weights import subclass_part
 
-SLOT = Symbol("ckpt.tensor")  # stands in a list or tuple of the extras where a tensor was
+SLOT = Symbol("ckpt.tensor")  # placeholder for a tensor in a list or tuple of the extras
 DEPTH_LIMIT = 200  # containers inside containers
 VISIT_LIMIT = 20_000_000  # values of one state, shared ones counted each time
 
-_GONE = object()  # a dict of which nothing is left
+_GONE = object()  # marks a dict that is empty once its tensors are taken out
 _TENSORS = (TensorRef, WrapperRef, ArrayRef)
 
 
@@ -51,17 +53,17 @@ class TensorHolder(NamedTuple):
 
     path: Path
     value: Opaque
-    before: int  # leaves that were met before it
-    whole: WrapperRef | None = None  # the distributed tensor of which it is this file's part
+    before: int  # the number of leaves that precede it
+    whole: WrapperRef | None = None  # the distributed tensor of which it is this rank's part
 
 
 @dataclass(slots=True)
 class Parted:
-    """A state taken apart."""
+    """A state split into tensors and extras."""
 
-    # (path, TensorRef, WrapperRef or ArrayRef), in the order in which they were met
+    # (path, TensorRef, WrapperRef or ArrayRef), in the state's own order
     leaves: list[tuple[Path, Any]] = field(default_factory=list)
-    extras: Any = None  # what is left
+    extras: Any = None  # everything that is not a tensor
     hanging: list[str] = field(default_factory=list)  # a line for every set or record that holds a tensor
     held: list[TensorHolder] = field(default_factory=list)  # objects of foreign classes that hold one
     # (path, attributes) of every OrderedDict that carried attributes of its own (`_metadata` of a torch module's state
@@ -71,8 +73,11 @@ class Parted:
 
 
 def part(value: Any, path: Path = ()) -> Parted:
-    """Take `value` apart; `path` is put in front of every path. Raises CorruptFile E0398 when it is nested too deep or
-    has too many parts."""
+    """Split a nested state into tensors and extras. Raises CorruptFile E0398 if it is nested too deep or has too many
+    values.
+
+    path: a prefix for the path of every tensor.
+    """
     parted = Parted()
     if isinstance(value, NumpyArray) and path and is_tensor_place(path):
         left = _part_array(value, path, parted)
@@ -141,7 +146,8 @@ def _part(value: Any, path: Path, out: Parted) -> Any:
 
 
 def _part_array(value: NumpyArray, path: Path, out: Parted) -> Any:
-    """A NumPy array in the place of a tensor: a leaf, or a tensor that can't be read."""
+    """Record a NumPy array at a tensor's usual place as a leaf, or as a tensor that cannot be read. Returns what
+    remains of it in the extras."""
     tensor = as_tensor(value)
     if tensor is None:
         return as_extras(value)
@@ -153,7 +159,7 @@ def _part_array(value: NumpyArray, path: Path, out: Parted) -> Any:
 
 
 def part_path(path: Path, name: str) -> Path:
-    """Where a part of a coded state at `path` hangs: beside it.
+    """The path of one part of a quantised state: that of the state with `@name` appended.
 
     >>> part_path(("optim", "state", "w", "exp_avg"), "scale")
     ('optim', 'state', 'w', 'exp_avg@scale')
@@ -162,14 +168,14 @@ def part_path(path: Path, name: str) -> Path:
 
 
 def _key(key: Any) -> Any:
-    """A dict's key as extras can hold it."""
+    """A dict's key as a plain value: objects that cannot be one are replaced by their class name in <>."""
     if isinstance(key, PickledRecord | Opaque | NumpyArray):
         return f"<{getattr(key, 'name', 'numpy.ndarray')}>"
     return as_extras(key)
 
 
 def holds_tensor(value: Any, depth: int = 0) -> bool:
-    """Does a tensor hang anywhere in `value`?"""
+    """Does `value` contain a tensor at any depth?"""
     if isinstance(value, (*_TENSORS, StorageRef)) or is_tensor_record(value):
         return True
     if depth > DEPTH_LIMIT:
@@ -189,10 +195,10 @@ def dotted(path: Iterable[str | int]) -> str:
 
 
 def join(extras: Mapping[str, Any], tensors: Iterable[tuple[Path, Any]]) -> dict[Any, Any]:
-    """The nested state again: `extras` with each tensor (any value) put at its path. Slots that stay empty are None.
+    """Rebuild the nested state: `extras` with each tensor (any value) at its path. Slots without a tensor become None.
 
-    A path that runs through a plain value of the extras moves that value to `("extras", *its path)`: the tensor has
-    the right of way, nothing is lost.
+    If a tensor's path runs through a plain value of the extras, that value moves to `("extras", *its path)`, so
+    nothing is lost.
     """
     root: dict[Any, Any] = {key: _copy(item) for key, item in extras.items()}
     for path, tensor in tensors:
@@ -201,7 +207,7 @@ def join(extras: Mapping[str, Any], tensors: Iterable[tuple[Path, Any]]) -> dict
 
 
 def value_at(extras: Any, path: Path) -> Any:
-    """The value of the extras at `path`, None where there is none.
+    """The value of the extras at `path`, None if there is none.
 
     >>> value_at({"optimizers": [{"param_groups": []}]}, ("optimizers", 0, "param_groups"))
     []
@@ -217,7 +223,7 @@ def value_at(extras: Any, path: Path) -> Any:
 
 
 def with_changed(extras: Any, path: Path, change: Callable[[Any], Any]) -> Any:
-    """The extras with `change(value)` for the value at `path`; as they are where there is none.
+    """A copy of the extras in which `change` is applied to the value at `path`; the extras themselves if there is none.
 
     >>> with_changed({"optimizers": [{"lr": 1}]}, ("optimizers", 0, "lr"), lambda rate: rate + 1)
     {'optimizers': [{'lr': 2}]}
@@ -235,7 +241,7 @@ def with_changed(extras: Any, path: Path, change: Callable[[Any], Any]) -> Any:
 
 
 class _Tuple(list[Any]):
-    """A tuple while its slots are being filled."""
+    """A mutable stand-in for a tuple while its slots are filled (`_sealed` turns it back)."""
 
 
 def _copy(value: Any) -> Any:
@@ -276,7 +282,7 @@ def _put(root: dict[Any, Any], path: Path, tensor: Any) -> None:
 
 
 def _step(root: dict[Any, Any], node: Any, here: Path, step: str | int) -> Any:
-    """The container below `node` at `step`, made when there is none. `here`: its path."""
+    """The container at key or index `step` of `node`, created if there is none. here: its path."""
     if isinstance(node, list):
         position = step if isinstance(step, int) else -1
         if not 0 <= position < len(node):
@@ -299,7 +305,7 @@ def _step(root: dict[Any, Any], node: Any, here: Path, step: str | int) -> Any:
 
 
 def _displace(root: dict[Any, Any], path: Path, value: Any) -> None:
-    """Move an extra that stands in a tensor's way to ("extras", *path)."""
+    """Move a plain value whose path a tensor needs to ("extras", *path)."""
     node = root
     for step in ("extras", *path[:-1]):
         below = node.get(step)

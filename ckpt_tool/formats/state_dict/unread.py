@@ -1,13 +1,13 @@
-"""Tensors of a nested state that no reader gives: which they are, so that who does not ask for them can have the rest.
+"""Identifies the tensors of a nested state that cannot be read, so that the other tensors can still be converted.
 
     {"optimizer": {"state": {0: {"exp_avg": Opaque("lib.Codes", ...)}}}}
-      ->  Hidden(("optimizer", "state", 0, "exp_avg"), (64, 64), "F32", "lib.Codes", "a tensor hangs on an object ...")
+      ->  Hidden(("optimizer", "state", 0, "exp_avg"), (64, 64), "F32", "lib.Codes", "a tensor is held by ...")
 
-What such a tensor is follows from where it hangs, as for any other, and from its shape where the object tells one: a
-tensor subclass does (torch 2.13 `_tensor.py`, `_rebuild_from_type_v2`), and so do torch's own sparse tensors. So a
-reader takes it for an array like the others (`Hidden.array`), which lies `Nowhere`, gives it the name that it has in
-its system, and in the end `set_apart` tells such tensors from the rest. Nothing is ever made of the object. Cost: one
-visit a value. What it does not do: decide whether the rest may be taken (`sources.opening`).
+The name of such a tensor is derived from its path, as for any other, and from its shape where the object has one: a
+tensor subclass has (torch 2.13 `_tensor.py`, `_rebuild_from_type_v2`), and so have torch's own sparse tensors. So a
+reader treats it as an array like the others (`Hidden.array`), but with the path `Nowhere`, and names it by the rules of
+its system. In the end `set_apart` separates such tensors from the rest. The object itself is never instantiated. Cost:
+one visit a value. What it does not do: decide whether the rest may be converted (`sources.opening`).
 """
 
 from __future__ import annotations
@@ -39,49 +39,51 @@ _SHOWN = 10
 
 
 class Hidden(NamedTuple):
-    """One of them, before it has a name."""
+    """A tensor that cannot be read, before it has a logical name."""
 
     path: Path
     shape: tuple[int, ...]
-    dtype: str  # as `DType.name`, "" where the object does not tell
+    dtype: str  # as `DType.name`, "" if unknown
     # kind, fault: those of `core.catalog.Unread`
     kind: str = ""
-    line: str = ""  # that of `Catalog.unsafe`
+    line: str = ""  # its line in `Catalog.unsafe`
     fault: CkptError | None = None
-    at: int = 0  # leaves of the state that come before it
+    at: int = 0  # the number of leaves that precede it in the state
 
     def array(self, file: str) -> StoredArray:
-        """It as an array of `file`, for readers to name and place like any other. What the object does not tell is a
-        single F32."""
+        """A placeholder array in `file` that readers can name and place like any other. An unknown dtype and shape
+        become a single F32."""
         return StoredArray(Nowhere.of(self, file), 0, DTYPES[self.dtype or "F32"], self.shape)
 
 
 class Nowhere(str):
-    """The path of an array that no reader gives: as messages show it, and what it is."""
+    """The path of an array that cannot be read, as messages show it; `hidden` describes the tensor."""
 
     hidden: Hidden
 
     @classmethod
     def of(cls, hidden: Hidden, file: str) -> Nowhere:
-        """That of `hidden`, a tensor of `file`. Two tensors have two."""
+        """The path for the tensor `hidden` of `file`, different for each tensor."""
         path = cls(f"{file} ({dotted(hidden.path)[:200]})")
         path.hidden = hidden
         return path
 
 
 def is_shapeless(array: StoredArray) -> bool:
-    """Does an array lie nowhere, and nothing tells its shape?"""
+    """Is it the placeholder of a tensor that cannot be read and whose shape is unknown?"""
     return isinstance(array.path, Nowhere) and not array.path.hidden.dtype
 
 
 def hidden_in(value: Any, parted: Parted, shown: str, where: str) -> tuple[list[str], list[Hidden]]:
-    """(lines for `Catalog.unsafe`, the tensors that can't be read) for a state `value` that was parted.
+    """(lines for `Catalog.unsafe`, the tensors that cannot be read) of a state `value` and its split form `parted`.
+
+    Objects without a path (keys of dicts, the inside of other objects) only give a line.
 
     Args:
-        shown: the file, for errors. where: the same for the lines, with the item.
+        shown: the file, for errors.
+        where: the file and the item, for the lines.
 
-    Of objects at places that have no path (keys of dicts, the inside of others) there is a line alone; raises
-    InputError E0374 for tensors there that torch keeps in forms of its own.
+    Raises InputError E0374 for tensors without a path that torch stores in forms of its own.
     """
     every = list(pickles.weight_bearing(value, but_coded=True))
     placed = {id(held.value) for held in parted.held}
@@ -108,8 +110,10 @@ def _hidden(held: TensorHolder, lines: Mapping[str, str], shown: str) -> Hidden:
 def with_shapes(
     leaves: Sequence[tuple[Path, StoredArray]], wrapped: Mapping[Path, WrapperRef]
 ) -> list[tuple[Path, StoredArray]]:
-    """The leaves with the shape of a state whose object tells none where another state of the parameter does. wrapped:
-    the distributed tensors among them."""
+    """The leaves, with unknown shapes taken from another state of the same parameter that has the same shape.
+
+    wrapped: the distributed tensors among the leaves, whose global shape counts.
+    """
     known = {
         path[:-1]: wrapped[path].shape if path in wrapped else array.shape
         for path, array in leaves
@@ -126,11 +130,11 @@ def with_shapes(
 def set_apart(
     tensors: Mapping[TensorKey, LogicalTensor], faults: Mapping[TensorKey, CkptError] = MappingProxyType({})
 ) -> tuple[dict[TensorKey, LogicalTensor], tuple[Unread, ...]]:
-    """(the tensors that lie somewhere, those that do not) of all that a reader named. A tensor of which a part can't be
-    read is none that can. An object where a model may hang is taken for the model's.
+    """Separate named tensors into (those that can be read, those that cannot). A tensor counts as unreadable if any
+    part of it is. An unreadable object under a model's usual name counts as part of the model.
 
     Args:
-        faults: of tensors that are stored, and can't be read as what they are.
+        faults: why tensors cannot be read although their bytes are stored, by key.
     """
     found: dict[TensorKey, LogicalTensor] = {}
     rows = []
@@ -138,7 +142,7 @@ def set_apart(
         if key in faults:
             rows.append(Unread(key, f"{tensor.dtype.name} {list(tensor.shape)}", fault=faults[key]))
             continue
-        if isinstance(tensor.chunks, ChunkColumns):  # all of them lie somewhere
+        if isinstance(tensor.chunks, ChunkColumns):  # columns never contain placeholders
             found[key] = tensor
             continue
         parts = [chunk.array.path.hidden for chunk in tensor.chunks if isinstance(chunk.array.path, Nowhere)]
@@ -158,7 +162,7 @@ def set_apart(
 
 
 def _with_removal(hint: str | None, name: str) -> str:
-    """The hint of a tensor that can't be read, with the option that leaves it out."""
+    """The hint of a tensor that cannot be read, extended by the option that leaves it out."""
     removal = f"--remove-keys {shlex.quote(name[:200])} leaves it out"
     if hint is None or removal in hint:
         return hint or removal
@@ -166,7 +170,7 @@ def _with_removal(hint: str | None, name: str) -> str:
 
 
 def notes_of(unread: Sequence[Unread]) -> list[Note]:
-    """The lines for a reader's report."""
+    """One note that lists the unread tensors, for a reader's report; none if there are none."""
     shown = [f"{one.key} ({one.shown})" for one in unread[:_SHOWN]]
     shown += [f"and {len(unread) - _SHOWN} more"] if len(unread) > _SHOWN else []
     why = dict.fromkeys(f"held by objects of class {one.kind}" if one.kind else str(one.fault) for one in unread)
@@ -177,7 +181,7 @@ def notes_of(unread: Sequence[Unread]) -> list[Note]:
 
 
 def _looks(held: Opaque) -> tuple[tuple[int, ...], str]:
-    """(shape, dtype) of a tensor subclass or a sparse tensor, as far as its pickle tells."""
+    """(shape, dtype) of a tensor subclass or a sparse tensor, as far as its pickle contains them."""
     if held.name == _PARAMETER and type(held.args[0]) is Opaque:
         return _looks(held.args[0])
     if held.name == pickles.ARRAY:
@@ -202,7 +206,7 @@ def _looks(held: Opaque) -> tuple[tuple[int, ...], str]:
 
 
 def _declared(shape: Any, dtype: Any) -> tuple[tuple[int, ...], str]:
-    """(shape, dtype) as a pickle states them, ((), "") where it states no shape."""
+    """(shape, dtype) from the values in a pickle, ((), "") if they contain no valid shape."""
     known = from_torch(dtype.name) if type(dtype) is Symbol else None
     if type(shape) is tuple and all(type(n) is int for n in shape):
         return shape, known.name if known else ""
