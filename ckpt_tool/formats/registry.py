@@ -1,4 +1,7 @@
-"""Finds a format by its name, or detects which format a tree has. Formats are imported on first use (`formats.entry`)."""
+"""Finds a format by its name, or detects which format a tree has.
+
+Formats are imported on first use (`formats.entry`).
+"""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
-"""The items of `.distcp` files, what `.metadata` points at, read. `dcp_container.dcp_item_files` lays them out.
+"""Reads the items of `.distcp` files, to which `.metadata` refers. `dcp_container.dcp_item_files` writes them.
 
 Each item is one complete `torch.save` zip at [offset, offset + length) of its file: a tensor item holds one bare
 tensor, an object item any Python object. Or, with `serialization_format=SAFETENSORS`, the file is one safetensors file
 and every item's offset is 0; its entry is found by the item's name. The file's first bytes decide, never its name.
 
-The one idea: thousands of items differ in nothing but their values, so their pickles repeat, and so do the zips around
-them. A pickle is read once and known by its bytes afterwards, a zip by comparison with the first of its kind (`Twin`);
-the storage itself is never read.
+The one idea: thousands of items differ only in their values, so their pickles and the zips around them repeat. A pickle
+is parsed once and recognised by its bytes afterwards; a zip is recognised by comparison with the first of its kind
+(`Twin`). The storage itself is never read.
 
     item at 1577 of __0_0.distcp, 2217 bytes  <->  StoredArray("__0_0.distcp", 1577 + 704, F32, (17, 10), crc=(...))
 
-A twin's zip is the first one's, byte by byte, but for four things: the storage's CRC-32 (behind it and in the
-directory) and torch's serialization id with its own. A comparison accepts nothing that the long way would not.
+A twin's zip equals the first one's byte by byte, except for the storage's CRC-32 (after the storage and in the
+directory), torch's serialization id, and the id's CRC-32. A comparison accepts nothing that a full parse would reject.
 
     head  [local headers, data.pkl ... data/0's header]    equal
     end   [crc][version][id 40 digits][crc][directory: ... crc ... crc ...][end records]    equal outside the brackets
@@ -49,31 +49,31 @@ if TYPE_CHECKING:
 
 MISMATCH = "E0394"
 CRC_DIFFERS = "E0347"
-_OBJECTS = ("E0420", "E0421")  # a name that only an unpickler would run; a tensor that hangs on an object
+_OBJECTS = ("E0420", "E0421")  # a name that only an unpickler would run; a tensor that is held by an object
 DATA = re.compile(r"__(\d{1,9})_(\d{1,9})\.distcp")  # rank, number of the rank's file
 SHARDING_INFO = "DCP_SHARDING_INFO"
 _ID = ".data/serialization_id"
 _DESCRIPTOR = b"PK\x07\x08"
 _CENTRAL = b"PK\x01\x02"
-# bytes (APPNOTE 4.3.12)
+# Sizes and offsets in bytes of a zip's central directory header (APPNOTE 4.3.12).
 _CENTRAL_SIZE = 46
 _CRC_IN_CENTRAL = 16
-# bytes (4.3.9, 4.3.7)
+# Sizes in bytes of a data descriptor (APPNOTE 4.3.9) and of a local file header (4.3.7).
 _DESCRIPTOR_SIZE = 16
 _LOCAL_SIZE = 30
 
 
-MANY = 10_000  # items: few are compared one by one before a library is loaded
+MANY = 10_000  # items from which loading the compiled comparison pays off
 
 
 def rank_of(path: str) -> dict[str, int] | None:
-    """Who wrote a file, as its name says."""
+    """The rank that wrote a `.distcp` file, from its name; None for other names."""
     found = DATA.fullmatch(path.rpartition("/")[2])
     return {"rank": int(found[1])} if found else None
 
 
 class ReadObject(NamedTuple):
-    """An object item: its value as the inert reader gives it, and the zip in which its tensors lie, if it has any."""
+    """An object item: its value, parsed without unpickling, and the zip that contains the tensors inside it."""
 
     entry: ObjectEntry
     value: Any
@@ -81,9 +81,11 @@ class ReadObject(NamedTuple):
 
 
 class _Window:
-    """A tree of which items are read one behind the other: no byte twice, an item's end in one pread with the next
-    one's head, and a file's size asked for once (what is read is held against the file as it is then). Everything else
-    is the tree's own."""
+    """A tree optimised for reading consecutive items of a file.
+
+    No byte is read twice, one pread gets an item's end together with the next item's head, and a file's size is
+    requested once (reads are checked against the size at that time). All other methods are the tree's.
+    """
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
@@ -92,14 +94,14 @@ class _Window:
         self._file = ""
         self._heads = dict[int, int]()
         self._head = 0  # bytes of the last head that was read
-        self._end = (0, 0, b"")  # of the item before: where its end begins, its size, what was read from there
+        self._end = (0, 0, b"")  # of the previous item: the offset and size of its end, the bytes read from there
         self._size: tuple[str, int] = ("", 0)  # the last file's
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tree, name)
 
     def expect(self, file: str, heads: dict[int, int]) -> None:
-        """Items of `file` come next. heads: first byte of an item -> its bytes."""
+        """Announce that items of `file` are read next. heads: offset of each item -> its length in bytes."""
         self._file = file
         self._heads = heads
         self._end = (0, 0, b"")
@@ -116,7 +118,7 @@ class _Window:
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
         """As `Tree.read`."""
-        if self._end[2]:  # an item that is no twin is read as any other, and its head may be at hand
+        if self._end[2]:  # this item is no twin, but its first bytes may have been read with the previous item's end
             self._pieces = [(self._file, self._end[0], self._end[2]), *self._pieces[:2]]
             self._end = (0, 0, b"")
         end = offset + nbytes
@@ -129,9 +131,9 @@ class _Window:
         ahead = min(self._head, heads.get(end, 0))
         for number, (file, start, piece) in enumerate(self._pieces):
             stop = start + len(piece)
-            if file == path and start <= offset < stop:  # its end is at hand: read on
+            if file == path and start <= offset < stop:  # a piece has the beginning of the range: read the rest
                 found = piece[offset - start :] + self._tree.read(path, stop, end - stop + ahead)
-            elif file == path and offset < start < end <= stop:  # its beginning is missing
+            elif file == path and offset < start < end <= stop:  # a piece has the end of the range: read what precedes
                 found = self._tree.read(path, offset, start - offset) + piece
             else:
                 continue
@@ -142,23 +144,23 @@ class _Window:
         return found[:nbytes]
 
     def around(self, at: int, head: int, start: int, nbytes: int) -> tuple[bytes, bytes]:
-        """Of the item that begins at byte `at` of the expected file the first `head` bytes, and `nbytes` from `start`,
-        its end."""
+        """(the first `head` bytes of the item at byte `at` of the expected file, the `nbytes` bytes from `start`, which
+        are its end)."""
         before, size, known = self._end
         if before + size == at and len(known) >= size + head:
             first = known[size : size + head]
         else:
             first = self.read(self._file, at, head)
         stop = start + nbytes
-        more = min(head, self._heads.get(stop, 0), self.size(self._file) - stop)  # the next head is most often alike
+        more = min(head, self._heads.get(stop, 0), self.size(self._file) - stop)  # most often the next head is as long
         end = self._tree.read(self._file, start, nbytes + more)
         self._end = start, nbytes, end
         return first, end[:nbytes]
 
 
 def _comparing(tree: Tree, items: int) -> Compare | None:
-    """What compares all items of a file in one call; None: for few items, files without descriptors, or without a
-    compiler."""
+    """The compiled function that compares all items of a file in one call. None for few items, for files that are not
+    local, or without a compiler."""
     if not tree.local or not compiled.worth_a_look(items, MANY):
         return None
     from ckpt_tool.compiled.twins import ready
@@ -167,12 +169,16 @@ def _comparing(tree: Tree, items: int) -> Compare | None:
 
 
 class DcpItems:
-    """Reads items of one checkpoint. unsafe, globals: of the pickles met so far.
+    """Reads the items of one checkpoint.
 
-    coded: parts of states that are kept as codes (`pickles.coded_states`), by fqn and number of the piece. odd: what
-    else is no plain tensor, as (class of the object that holds it, the line that says why it can't be read, or the
-    fault of a tensor that torch keeps in a form of its own); by fqn. Both are empty unless `every` is asked for:
-    without it such items are refused. `arrays` gives the codes of the first, and nothing of the second.
+    Items that are no plain tensors are refused, unless `every` is set; then they are collected in `coded` and `odd`.
+
+    coded: parts of quantised states (`pickles.coded_states`), fqn -> index of the piece -> part -> array. `arrays`
+        includes the codes of such states.
+    odd: all other items that are no plain tensors, by fqn: (class of the object that holds the tensor, the line that
+        explains why it cannot be read, the fault of a tensor that torch stores in a form of its own). `arrays` leaves
+        them out.
+    unsafe, globals: of the pickles parsed so far (see `core.catalog`).
     """
 
     def __init__(self, tree: Tree, *, every: bool = False) -> None:
@@ -190,10 +196,10 @@ class DcpItems:
         self._headers: dict[str, tuple[SafetensorsHeader, dict[str, int], dict[str, list[int]]] | None] = {}
 
     def arrays(self, tensors: Iterable[DcpTensorEntry]) -> Mapping[str, Sequence[StoredArray]]:
-        """Where the bytes of each tensor's pieces lie, in the pieces' order; by fqn.
+        """The stored arrays of each tensor's pieces, in the pieces' order; by fqn.
 
-        Items are read in the order in which they lie. Raises CorruptFile and UnsafeInput of the containers;
-        InconsistentCheckpoint (E0394) when an item is not what the metadata says.
+        Items are read in the order of their offsets. Raises CorruptFile and UnsafeInput of the containers;
+        InconsistentCheckpoint (E0394) if an item differs from what the metadata states.
         """
         every = list(tensors)
         compare = _comparing(self.tree, sum(len(tensor.pieces) for tensor in every))
@@ -203,7 +209,7 @@ class DcpItems:
             return compared(self, every, compare)
         files: defaultdict[str, list[DcpItem]] = defaultdict(list)
         for tensor in every:
-            tensor.pieces = list(tensor.pieces)  # each is looked at several times
+            tensor.pieces = list(tensor.pieces)  # columns would create a new object at each of several accesses
             for number, piece in enumerate(tensor.pieces):
                 files[piece.file].append(DcpItem(piece.at, tensor.fqn, number, tensor, piece.length))
         found: defaultdict[str, dict[int, StoredArray]] = defaultdict(dict)
@@ -220,14 +226,15 @@ class DcpItems:
         }
 
     def in_file(self, file: str, items: Sequence[DcpItem]) -> Iterator[tuple[DcpItem, StoredArray]]:
-        """The arrays of a file's items, which are in order; none of one that is odd."""
+        """(item, array) for a file's items, which must be sorted by offset. Items that go into `odd` are left out."""
         self._window.expect(file, {item.at: item.length for item in items})
         read = self._in_safetensors if self.in_safetensors(file) else self._in_zip
         for item in items:
             try:
                 array = read(item.tensor, item.number)
             except (UnsafeInput, CorruptFile, InconsistentCheckpoint) as e:
-                if self._every and is_collecting() and e.code not in _OBJECTS:  # the file's other items are judged
+                # While faults are collected, a damaged item must not hide those of the file's other items.
+                if self._every and is_collecting() and e.code not in _OBJECTS:
                     report_missing(e)
                     self.odd.setdefault(item.fqn, ("", "", cast(InputError, e)))
                     continue
@@ -244,11 +251,11 @@ class DcpItems:
                 yield item, array
 
     def twin(self, dtype: DType, shape: tuple[int, ...], length: int) -> Twin | None:
-        """What items of a kind are compared with, once two were read."""
+        """The item with which others of the same kind are compared; None until two of the kind were parsed in full."""
         return self._twins.get((dtype.name, shape, length))
 
     def objects(self, entries: Sequence[ObjectEntry]) -> list[ReadObject]:
-        """The object items, in the order in which they lie. Raises as `arrays`."""
+        """Read the object items, in the order of their files and offsets. Raises as `arrays`."""
 
         def read(entry: ObjectEntry) -> ReadObject | None:
             try:
@@ -279,7 +286,7 @@ class DcpItems:
             e.key = e.key or fqn
             if (
                 e.code != CRC_DIFFERS
-            ):  # a record that was read and has another checksum is one of a zip: the place is right
+            ):  # a failed checksum means that a zip was found here, so the offset is right and the hint would mislead
                 whose = f".metadata says that {length} bytes here are an item: is it another rank's or save's file?"
                 e.hint = f"{e.hint}; {whose}" if e.hint else whose
             raise
@@ -349,7 +356,7 @@ class DcpItems:
     def in_safetensors(self, file: str) -> bool:
         """Is the file one safetensors file?"""
         if file not in self._headers:
-            has_json = self.tree.head(file, 9)[8:] == b"{"  # behind the length of a safetensors header
+            has_json = self.tree.head(file, 9)[8:] == b"{"  # a safetensors file has 8 bytes of length before its JSON
             self._headers[file] = self._header(file) if has_json else None
         return self._headers[file] is not None
 
@@ -395,19 +402,25 @@ class DcpItems:
 
 
 class Twin(NamedTuple):
-    """An item's bytes around its storage."""
+    """The bytes of an item around its storage, with which other items are compared.
 
-    data: int  # bytes from the item's start to the storage, nbytes its size
-    nbytes: int
-    head: bytes  # from the start
+    The end of an item is everything after its storage; offsets in it are relative to `data + nbytes`.
+    """
+
+    data: int  # bytes from the item's start to the storage
+    nbytes: int  # size of the storage
+    head: bytes  # the item's first bytes, up to the name in the storage's local header
     fixed: tuple[tuple[int, bytes], ...]  # (offset in the end, bytes) that must be equal
-    end: int
-    crc: tuple[int, int]  # offsets in the end of the storage's CRCs,
-    id_crc: tuple[int, int]  # of the id's; all relative to `data + nbytes`
+    end: int  # size of the end in bytes
+    crc: tuple[int, int]  # offsets in the end at which the storage's CRC occurs
+    id_crc: tuple[int, int]  # offsets in the end at which the serialization id's CRC occurs
     array: StoredArray
 
     def of(self, window: _Window, path: str, at: int) -> StoredArray | None:
-        """The array of the item at byte `at` of `path`, the expected file, if its bytes are a twin's, else None."""
+        """The array of the item at byte `at` of `path` if its bytes are those of a twin, else None.
+
+        path: the file that `window` expects.
+        """
         head, end = window.around(at, len(self.head), at + self.data + self.nbytes, self.end)
         if head != self.head:
             return None
@@ -421,7 +434,7 @@ class Twin(NamedTuple):
         return self.at(path, at, int.from_bytes(value, "little"))
 
     def at(self, path: str, at: int, crc: int) -> StoredArray:
-        """The array of the item at byte `at` of `path`, whose tensor has that CRC-32."""
+        """The array of the twin at byte `at` of `path`. crc: the CRC-32 of its storage."""
         start = at + self.data
         first = self.array
         return StoredArray(
@@ -430,11 +443,11 @@ class Twin(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Bytes of an item."""
+        """The size of such an item in bytes."""
         return self.data + self.nbytes + self.end
 
     def kind(self) -> TwinKind:
-        """The same for a call that compares many."""
+        """The twin in the form that the compiled comparison expects."""
         from ckpt_tool.compiled.twins import TwinKind
 
         end = bytearray(self.end)
@@ -446,8 +459,10 @@ class Twin(NamedTuple):
 
 
 def twin_of(opened: TorchZip, array: StoredArray) -> Twin | None:
-    """What later items of the same dtype, shape and length are compared with; None for an item that is not laid out as
-    torch does (it then has no twins)."""
+    """The twin with which later items of the same dtype, shape and length are compared.
+
+    None for an item whose zip has another structure than torch's; such items are all parsed in full.
+    """
     records = opened.records
     storage = records.get("data/0")
     label = records.get(_ID)
@@ -482,7 +497,8 @@ def twin_of(opened: TorchZip, array: StoredArray) -> Twin | None:
 
 
 def _holes(root: str, name: str, record: ZipRecord, end: bytes, stop: int) -> tuple[int, int] | None:
-    """Where the record's CRC stands in the end: (descriptor, directory); None unless it does stand there."""
+    """The offsets in an item's end at which the record's CRC occurs: (in the descriptor, in the directory). None if it
+    is not at the places where torch writes it."""
     descriptor = record.offset + record.nbytes - stop
     full = f"{root}/{name}".encode()
     central = end.rfind(full) - _CENTRAL_SIZE
@@ -495,8 +511,8 @@ def _holes(root: str, name: str, record: ZipRecord, end: bytes, stop: int) -> tu
 
 
 def _header_end(opened: TorchZip, before: int) -> int:
-    """Byte behind the fixed part and the name of data/0's local header, which follows the record that ends at `before`
-    and its descriptor; -1 where it does not."""
+    """The offset after the fixed part and the name of data/0's local header. -1 unless that header follows the record
+    that ends at `before` and its descriptor."""
     name = f"{opened.root}/data/0".encode()
     window = opened.tree.read(opened.path, before, _DESCRIPTOR_SIZE + _LOCAL_SIZE + len(name))
     fits = window[_DESCRIPTOR_SIZE:].startswith(b"PK\x03\x04") and window.endswith(name)

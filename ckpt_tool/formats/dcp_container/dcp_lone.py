@@ -1,11 +1,11 @@
-"""What a `.distcp` file says without its `.metadata`: how many items it holds, of what dtype and shape.
+"""Reads a `.distcp` file without its `.metadata`: how many items it holds, and their dtypes and shapes.
 
     read_items(tree, "__0_0.distcp").rows  ->  (CatalogRow("__0_0.item 0", "unknown", F32, (10, 4), 160), ...)
 
-Names, states and the places in whole tensors are in `.metadata` alone, so an item is called by its number in the file.
-The items are zips end to end: the file is followed from its end to its beginning, from directory to directory. A file
-that was cut short has no directory at its end; then the items are followed from the beginning, each by the pickle that
-comes first in it, as far as the file goes.
+Names, states and the boxes in the tensors are only in `.metadata`, so an item is named by its number in the file. The
+items are consecutive zips: the file is walked from its end to its beginning, from directory to directory. A file that
+was cut short has no directory at its end; then the items are walked from the beginning, each by the pickle that comes
+first in it, as far as the file goes.
 
 Cost: two preads an item, of a cut file some more; no values are read.
 """
@@ -26,21 +26,21 @@ from ckpt_tool.storage.source import Tree
 from ckpt_tool.storage.torch_files.torchzip import TorchZip
 from ckpt_tool.storage.torch_files.zip_directory import END, LOCAL
 
-_ITEM_END = 16 << 10  # bytes behind an item's values at most: small records, the directory and its end
+_ITEM_END = 16 << 10  # bytes after an item's values at most: small records, the directory and its end record
 _ITEM_HEAD = 4 << 10  # bytes between an item's pickle and its values at most
 MOST_ITEMS = 1_000_000
 _END_SIGNATURE = b"PK\x05\x06"
 
 
 class _Item(NamedTuple):
-    """An item: what its pickle says, and the first byte after it."""
+    """An item's parsed pickle, and the offset of the first byte after the item."""
 
     pickled: Pickled
     end: int
 
 
 def is_item_file(tree: Tree, path: str) -> bool:
-    """Does a file begin with an item? One that is a safetensors file keeps its names, and is read as such."""
+    """Does a file begin with a zip item? (A DCP's safetensors file contains names, and is read as one.)"""
     return tree.head(path, 4) == b"PK\x03\x04"
 
 
@@ -68,7 +68,7 @@ def read_items(tree: Tree, path: str) -> FileContent:
 
 
 def _items_of(tree: Tree, path: str) -> tuple[list[Pickled], str]:
-    """(what the pickles of the complete items say, a line on what is cut off)."""
+    """(the parsed pickles of the complete items, a line about a truncated end or "")."""
     size = tree.size(path)
     begins = [*find_zips(tree, path), size]
     if begins[0] == 0 and size:
@@ -87,7 +87,7 @@ def _items_of(tree: Tree, path: str) -> tuple[list[Pickled], str]:
 
 
 def _item_at(tree: Tree, path: str, begin: int) -> _Item | None:
-    """The item that begins at a byte, None where the file ends before the item does."""
+    """The item that begins at a byte, None if the file ends before the item does."""
     size = tree.size(path)
     head = tree.read(path, begin, min(LOCAL.size, size - begin))
     if len(head) < LOCAL.size or head[:4] != b"PK\x03\x04":

@@ -1,11 +1,10 @@
-"""DCP's `.metadata`, read and written: which box of which tensor lies in which bytes of which file.
+"""Reads and writes DCP's `.metadata`: which box of which tensor is stored in which bytes of which file.
 
-The one idea: between the pickle and its users stand columns of plain integers (`DcpPiece`, `ObjectEntry`). Read as
-data,
-never unpickled, every number is held against the others before anyone uses it: a box inside its tensor, an item for
-every box, file names that stay in the folder. Written opcode by opcode (`pickled`): no object is made for any of a
-save's 100,000 boxes; each text and name is written once and fetched from the memo afterwards, each torch.Size once made
-is kept as bytes. Equal entries give equal bytes: `save_id` and `checkpoint_id` are None.
+The one idea: the rest of the program sees only plain integers and names (`DcpPiece`, `ObjectEntry`), never the pickle.
+Reading parses the pickle as data, without unpickling, and checks every number before it is used: a box is inside its
+tensor, every box has an item, file names stay in the folder. Writing emits opcodes (`pickled`): no object is created
+for any of a save's 100,000 boxes; each text and name is written once and fetched from the memo afterwards, and the
+bytes of each torch.Size are cached. Equal entries give equal bytes: `save_id` and `checkpoint_id` are None.
 
     Metadata.state_dict_metadata  {"model.w": TensorStorageMetadata(size (4, 2), chunks [(0, 0) (2, 2), (2, 0) (2, 2)])}
     Metadata.storage_data         {MetadataIndex("model.w", (0, 0)): _StorageInfo("__0_0.distcp", 0, 1577), ...}
@@ -17,11 +16,11 @@ of `Metadata`, fields in the order in which `pickled` writes them; `properties` 
 requires_grad, memory format, pin_memory); MetadataIndex compares by fqn and offset (None for objects); `planner_data`
 is the only loss-free inverse of the flattening, its integers are list positions; non-default planners leave it None;
 `version` is "1.0.0" from 2.7 on; `transform_descriptors` names stream extensions (zstd). With `use_collectives=False`
-each rank writes `__{rank}.metadata` of its own items, which have to be merged: replicated boxes then appear once a
+each rank writes `__{rank}.metadata` of its own items, which have to be merged: replicated boxes then appear once per
 rank.
 
-Cost: about 20 us a chunk to read, most of it the pickle's, and 1.5 KB while that is read; 1.3 us and 200 bytes where
-rows are taken as columns (`dcp_columns`); 1 us a box to write. What it does not do: open the `.distcp` files.
+Cost: about 20 us and 1.5 KB of temporary memory per chunk to read, mostly for the pickle; 1.3 us and 200 bytes if rows
+are read as columns (`dcp_columns`); 1 us a box to write. What it does not do: open the `.distcp` files.
 """
 
 from __future__ import annotations
@@ -56,10 +55,10 @@ SHOWN = 100  # faults that one message lists
 
 METADATA = ".metadata"
 UNFINISHED = "E0385"
-# Keys of objects that Megatron's torch_dist alone has.
+# Keys of objects that only Megatron's torch_dist has.
 MEGATRON_OBJECTS = (b"common_state/shard_0_1", b"._extra_state/shard_0", b"rng_state/shard_0")
-# Keys that Megatron-FSDP alone has: of its parameters' hyperparameters; of states, behind two wrappers at least; of a
-# model, behind one.
+# Prefixes of keys that only Megatron-FSDP writes: the hyperparameters of its parameters; states, which are inside at
+# least two wrappers (`module.`); a model, which is inside at least one.
 FSDP_OWN = ("optimizer.param_to_group_meta.", "optimizer.state.module.module.")
 FSDP_GROUPS = FSDP_OWN[0]
 FSDP_MODEL = r"model\d{0,4}\.module\."
@@ -76,7 +75,8 @@ _BYTES = f"{_META}.BytesStorageMetadata"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"  # core 0.15's subclass of Metadata
 
 
-# The rows that repeat: a box of a tensor's list; the key and the value of an item.
+# The records that a pickle repeats thousands of times and that can be read as columns: a box in a tensor's list of
+# chunks; the key and the value of an item in storage_data.
 _ROWS = (
     ((frozenset((f"{_META}.ChunkStorageMetadata",)), {"offsets": ("size", "offset"), "sizes": ("size", "extent")}),),
     (
@@ -91,12 +91,12 @@ _ROWS = (
     ),
 )
 _INTEGERS = frozenset({int})
-_Offset = tuple[int, ...] | None  # of a box in its tensor, in elements; None: of an object
+_Offset = tuple[int, ...] | None  # of a box in its tensor, in elements; None for an object
 _Where = tuple[str, int, int]  # file, byte, length in bytes
 
 
 class ObjectEntry(NamedTuple):
-    """A pickled object's item."""
+    """Where the item of a pickled object is stored. at, length: bytes in `file`."""
 
     fqn: str
     path: Path
@@ -107,16 +107,19 @@ class ObjectEntry(NamedTuple):
 
 @dataclass(slots=True)
 class DcpTensorEntry:
-    """A tensor as the metadata states it."""
+    """A tensor as the metadata describes it."""
 
     fqn: str
-    path: Path  # from planner_data, `(fqn,)` without
+    path: Path  # from planner_data, `(fqn,)` if there is none
     dtype: DType
     shape: tuple[int, ...]
     pieces: list[DcpPiece] | Pieces
 
     def chunks(self, arrays: Sequence[StoredArray]) -> Sequence[Chunk]:
-        """Its pieces, whose bytes are `arrays`, in the same order; columns where both are."""
+        """The chunks of the tensor: each piece with its stored array. Columns if pieces and arrays both are columns.
+
+        arrays: one for each piece, in the same order.
+        """
         if not isinstance(self.pieces, list) and not isinstance(arrays, list):
             from ckpt_tool.formats.dcp_container.dcp_columns import Arrays, DcpColumns
 
@@ -129,7 +132,7 @@ class DcpTensorEntry:
         ]
 
     def written(self) -> WrittenTensor:
-        """The same as it is written: all pieces as one band."""
+        """The tensor in the form that `pickled` writes: all pieces as one band."""
         pieces = list(self.pieces)
         tails = tuple([Tail(piece.offset, piece.shape, piece.length) for piece in pieces])
         band = PieceBand((), tails, tuple([piece.file for piece in pieces]), [piece.at for piece in pieces])
@@ -138,7 +141,7 @@ class DcpTensorEntry:
 
 @dataclass(slots=True)
 class DcpListing:
-    """What one DCP folder says it holds."""
+    """The content of one DCP folder, according to its metadata."""
 
     folder: str
     tensors: dict[str, DcpTensorEntry] = field(default_factory=dict)
@@ -148,7 +151,7 @@ class DcpListing:
     # unsafe, globals: of the pickles (see `core.catalog`)
     unsafe: list[str] = field(default_factory=list)
     globals: dict[str, None] = field(default_factory=dict)
-    # objects that other ranks saved too, and nobody reads
+    # further entries of objects that several ranks saved; only the first rank's is read
     differing: list[ObjectEntry] = field(default_factory=list)
     # the true shapes of tensors that Megatron stored flattened (`systems.megatron.torch_dist.read`)
     reformed: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -163,7 +166,7 @@ def read_listing(tree: Tree, folder: str, metadata_files: Iterable[str]) -> DcpL
     """
     names = [*metadata_files]
     if len(names) == 1:
-        with suppress(CkptError, Irregular):  # what is wrong with it is said by the road without columns
+        with suppress(CkptError, Irregular):  # on any fault, the slower path below reads it again and reports the fault
             rows = rows_of(tree.size_within(folder + names[0], limit=SIZE_LIMIT), _ROWS)
             if rows is not None:
                 return _listing(tree, folder, names, rows)
@@ -171,7 +174,7 @@ def read_listing(tree: Tree, folder: str, metadata_files: Iterable[str]) -> DcpL
 
 
 def _listing(tree: Tree, folder: str, names: Sequence[str], rows: Rows | None) -> DcpListing:
-    """The listing. rows: take the rows of the one file as columns; raises Irregular where that won't do."""
+    """The listing. rows: read the rows of the only file as columns; raises Irregular if it has another structure."""
     listing = DcpListing(folder)
 
     def load(name: str) -> Pickled:
@@ -199,9 +202,9 @@ def _listing(tree: Tree, folder: str, names: Sequence[str], rows: Rows | None) -
             reading = _DcpMetadataReading(listing, shown, rows)
             reading.metadata(value)
             if rows is not None and reading.met != rows.taken:
-                raise Irregular  # some stand where nobody looks for them
+                raise Irregular  # some rows were parsed in a place where this reader never looks
         except CkptError as e:
-            pickles.refuse_unsafe(pickled, shown)  # what is wrong may be the doing of a name that asks for code
+            pickles.refuse_unsafe(pickled, shown)  # a name that would execute code may be the cause: report that first
             e.path = e.path or shown
             raise
     for entry in listing.differing:
@@ -210,7 +213,7 @@ def _listing(tree: Tree, folder: str, names: Sequence[str], rows: Rows | None) -
 
 
 class _DcpMetadataReading:
-    """One metadata file, checked and put into the listing. rows: it may have Runs."""
+    """Checks the content of one metadata file and adds it to the listing. rows: columns of repeated rows, or None."""
 
     def __init__(self, listing: DcpListing, shown: str, rows: Rows | None) -> None:
         self.listing = listing
@@ -218,7 +221,7 @@ class _DcpMetadataReading:
         self.safe: dict[str, str] = {}
         self.faults: list[str] = []
         self.places = None if rows is None else _places(rows)
-        self.met = 0  # rows of the Runs
+        self.met = 0  # rows of the RowRuns that were used so far
 
     def metadata(self, value: PickledRecord) -> None:
         states = value.get("state_dict_metadata", dict)
@@ -275,13 +278,17 @@ class _DcpMetadataReading:
 
     @staticmethod
     def order(states: dict[Any, Any], paths: dict[str, Path]) -> list[str]:
-        """planner_data keeps the order of the training state; state_dict_metadata that of the ranks' plans."""
+        """The names in the order of planner_data, which is that of the training state; names that it lacks follow in
+        the order of state_dict_metadata, which is that of the ranks' plans."""
         first = [fqn for fqn in paths if fqn in states]
         known = set(first)
         return first + [fqn for fqn in states if fqn not in known]
 
     def items(self, storage: dict[Any, Any]) -> dict[str, dict[_Offset, _Where]]:
-        """Where the items of each fqn lie, by offset; `storage` is empty then (it takes more memory than all else)."""
+        """The location of each item: fqn -> offset -> (file, byte, length).
+
+        Empties `storage`, which takes more memory than anything else here.
+        """
         out: defaultdict[str, dict[_Offset, _Where]] = defaultdict(dict)
         for index, info in storage.items():
             if isinstance(index, RowRun):
@@ -327,7 +334,7 @@ class _DcpMetadataReading:
         return out
 
     def run_of_items(self, run: RowRun, info: Any, out: dict[str, dict[_Offset, _Where]]) -> None:
-        """The same of rows that were taken as columns, whose numbers and sizes are known to be such."""
+        """Add the items of rows that were read as columns. Their numbers and sizes were checked while parsing."""
         if info is not run or self.places is None:
             raise Irregular
         self.met += run.taken.rows
@@ -339,7 +346,7 @@ class _DcpMetadataReading:
             self.places.paths[number] = self.file(run.texts[number], run.texts[whose])
 
     def file(self, file: str, fqn: str) -> str:
-        """A file that an item names, as the tree has it."""
+        """Check a file name of an item, record it in the listing, and return its path in the tree. fqn: for errors."""
         safe = safe_relative(file, named_in=self.shown, place=f"storage_data of {fqn}"[:300])
         self.safe[file] = self.listing.folder + safe
         self.listing.files[self.safe[file]] = None
@@ -399,7 +406,8 @@ class _DcpMetadataReading:
         dims = len(shape)
         known: tuple[int, ...] | None = None
 
-        # of the last extent: its elements, and how far its box may begin
+        # Most boxes of a tensor have the same extent, so the number of its elements and the largest offset at which
+        # such a box still fits into the tensor are computed only when the extent changes.
         count = 0
         room = shape
 
@@ -424,7 +432,7 @@ class _DcpMetadataReading:
         self.merge(fqn, path, dtype, shape, list(pieces.values()))
 
     def columns(self, chunks: Iterable[Any], fqn: str, dims: int) -> Any:
-        """The boxes of a tensor's list as `PieceLocations.pieces` takes them."""
+        """The boxes of a tensor's list in the form that `PieceLocations.pieces` expects."""
         from ckpt_tool.formats.dcp_container.dcp_columns import boxes_of
 
         boxes, rows = boxes_of(chunks, dims, lambda chunk: self.box(chunk, fqn))
@@ -442,7 +450,7 @@ class _DcpMetadataReading:
                 yield self.box(chunk, fqn)
 
     def box(self, chunk: Any, fqn: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The same of one that is an object."""
+        """(offset, shape) of one box that was read as a record, not as a column."""
         if not isinstance(chunk, PickledRecord):
             raise CorruptFile(f"a chunk is {_what(chunk)}", code="E2603", key=fqn, hint="the metadata is damaged")
         return _size(chunk.get("offsets"), fqn), _size(chunk.get("sizes"), fqn)
@@ -459,7 +467,7 @@ class _DcpMetadataReading:
                 "rank's metadata"
             )
         else:
-            cast(list[DcpPiece], known.pieces).extend(pieces)  # of several files, none is taken as columns
+            cast(list[DcpPiece], known.pieces).extend(pieces)  # columns are only used if there is one metadata file
 
     def dtype(self, properties: PickledRecord, fqn: str) -> DType:
         name = properties.get("dtype")
@@ -481,7 +489,7 @@ def _places(rows: Rows) -> PieceLocations:
 
 
 def _size(value: Any, fqn: str) -> tuple[int, ...]:
-    """A torch.Size as it was read: integers >= 0, at most 64 of them."""
+    """Check that a value read as a torch.Size has at most 64 integers >= 0, and return it."""
     if type(value) is tuple and len(value) <= RANK_LIMIT and _INTEGERS.issuperset(map(type, value)):
         if not value or (min(value) >= 0 and max(value) < 1 << 63):
             return value
@@ -494,20 +502,22 @@ def _size(value: Any, fqn: str) -> tuple[int, ...]:
 
 
 def _text(record: PickledRecord, field_: str) -> str:
-    """A field that must be a text."""
+    """The value of a field that must be a text."""
     value = record.state and record.state.get(field_)
     return value if type(value) is str else record.get(field_, str)
 
 
 def _what(value: Any) -> str:
-    """What a value is, in a message."""
+    """The type of a value, for error messages."""
     name = getattr(value, "name", None)
     return pickles.shown(str(name)) if isinstance(name, str) else type(value).__name__
 
 
 def check_files(tree: Tree, listings: Sequence[DcpListing], metadata: str) -> None:
-    """Raise Incomplete (E0301) naming every file that the metadata names and that is not there. metadata: the first
-    metadata file."""
+    """Raise Incomplete (E0301) if files that the metadata names are missing; the error lists them.
+
+    metadata: the first metadata file.
+    """
     have = tree.listing()
     named = [file for listing in listings for file in listing.files]
     missing = [file for file in named if file not in have]
@@ -527,10 +537,10 @@ def check_files(tree: Tree, listings: Sequence[DcpListing], metadata: str) -> No
 
 
 def _leave_out(listing: DcpListing, counts: dict[str, int], sizes: dict[str, int]) -> None:
-    """Take what lies in missing files out of a listing, and count the items and their bytes by file.
+    """Remove the items of missing files from a listing, and count the items and their bytes by file.
 
     Args:
-        counts, sizes: items and bytes of each missing file, to add to.
+        counts, sizes: items and bytes of each missing file; this function adds to them.
     """
     for tensor in listing.tensors.values():
         pieces = list(tensor.pieces)
@@ -551,32 +561,34 @@ def _leave_out(listing: DcpListing, counts: dict[str, int], sizes: dict[str, int
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 VERSION = "1.0.0"
-# NEWOBJ of (); a dict opened; the dict closed and given to BUILD
+# Opcodes: EMPTY_TUPLE NEWOBJ; EMPTY_DICT MARK (opens a dict); SETITEMS BUILD (closes it and makes it the state)
 _NEW = b")\x81"
 _EMPTY = b"}("
 _BUILD = b"ub"
 
 
 class Tail(NamedTuple):
-    """What pieces of one place in their bands have in common."""
+    """The part of a piece's description that recurs at the same position of many bands."""
 
-    offset: tuple[int, ...]  # behind the band's lead
+    offset: tuple[int, ...]  # the dims that follow the band's lead
     shape: tuple[int, ...]
     length: int  # bytes
 
 
 class PieceBand(NamedTuple):
-    """Pieces of a tensor, one behind the other in its list: their offsets begin with `lead`, and byte `at[i]` of file
-    `files[i]` is where the i-th lies. Bands that differ in `lead` and `at` alone have the same objects for the rest."""
+    """Consecutive pieces of a tensor whose offsets share their first dims.
 
-    lead: tuple[int, ...]
-    tails: tuple[Tail, ...]
-    files: tuple[str, ...]
-    at: Sequence[int]
+    Bands that differ only in `lead` and `at` share the other objects, so that the writer can cache bytes by identity.
+    """
+
+    lead: tuple[int, ...]  # the offset in the first dims, common to all pieces
+    tails: tuple[Tail, ...]  # the rest of each piece's offset, its shape and length
+    files: tuple[str, ...]  # the file of each piece
+    at: Sequence[int]  # the byte of its file at which each piece begins
 
 
 class WrittenTensor(NamedTuple):
-    """A tensor as the metadata will state it: `DcpTensorEntry` by bands."""
+    """A tensor to be written into the metadata: a `DcpTensorEntry` whose pieces are grouped into bands."""
 
     fqn: str
     path: Path
@@ -588,8 +600,12 @@ class WrittenTensor(NamedTuple):
 def pickled(
     entries: Iterable[WrittenTensor | DcpTensorEntry | ObjectEntry], folder: str = "", *, nested: bool = True
 ) -> bytes:
-    """The `.metadata` of `folder` ("" or with a slash at its end) that lists `entries`, in this order. nested: are the
-    entries' paths written (planner_data), or do keys not nest?"""
+    """The bytes of the `.metadata` that lists `entries`, in this order.
+
+    Args:
+        folder: the folder of the checkpoint, "" or with a trailing slash; file names are written relative to it.
+        nested: write the entries' paths as planner_data. False for a state whose keys are flat.
+    """
     memo = _Memo()
     text = memo.text
     name = memo.name
@@ -622,19 +638,25 @@ def pickled(
 
 
 class _Memo:
-    """The opcodes of texts and names: in full when first met, fetched afterwards. What bands of the same tails have in
-    common is kept as bytes once all of it is fetched."""
+    """Emits opcodes with a memo: a text or name is written in full at first and fetched from the memo afterwards.
+
+    Bytes that bands with the same tails have in common are cached, but only once they consist of memo fetches: bytes
+    that contain a text in full must not be written twice, because that would put it into the memo twice.
+    """
 
     def __init__(self) -> None:
         self._fetched: dict[object, bytes] = {}
-        self._ends: dict[tuple[int, int], tuple[bytes, ...]] = {}  # of chunks, by tails and dims
-        self._places: dict[tuple[int, int, int], list[tuple[bytes, bytes]]] = {}  # of rows, by tails, files and dims
-        self._numbers: list[bytes] = []
+        # Ends of chunk records, by id of the tails and number of dims.
+        self._ends: dict[tuple[int, int], tuple[bytes, ...]] = {}
+        # Parts of rows of storage_data, by ids of tails and files and number of dims.
+        self._places: dict[tuple[int, int, int], list[tuple[bytes, bytes]]] = {}
+        self._numbers: list[bytes] = []  # the opcodes of 0, 1, 2, ...
         self._leads: dict[tuple[int, ...], bytes] = {}
-        self._objects: dict[tuple[str, int], tuple[bytes, bytes, bytes]] = {}  # of rows, by file and length
+        # Parts of rows of storage_data for objects, by file and length.
+        self._objects: dict[tuple[str, int], tuple[bytes, bytes, bytes]] = {}
 
     def tensor(self, entry: WrittenTensor, out: list[bytes]) -> None:
-        """A tensor's entry of state_dict_metadata."""
+        """Append a tensor's entry of state_dict_metadata to `out`."""
         dims = len(entry.shape)
         out += (self.name(_META, "TensorStorageMetadata") + _NEW + _EMPTY, self.text("properties"))
         out += (self.name(_META, "TensorProperties") + _NEW + b"(", self.name("torch", entry.dtype.torch or ""))
@@ -644,7 +666,7 @@ class _Memo:
         front = self._chunk() + self._opened(dims)
         for lead, tails, _, _ in entry.bands:
             skipped = not self._ends
-            if skipped:  # names and texts that are first met stand in full, and are fetched from here on
+            if skipped:  # the first chunk of all has its names and texts in full; later ones fetch them from the memo
                 out.append(front + _codes(lead) + self._chunk_end(tails[0], dims))
                 front = self._chunk() + self._opened(dims)
             ends = self._ends.get((id(tails), dims))
@@ -666,7 +688,7 @@ class _Memo:
         return _codes(tail.offset) + _closed(dims) + self.text("sizes") + self.size(tail.shape) + _BUILD
 
     def items(self, entry: WrittenTensor, folder: str, out: list[bytes]) -> None:
-        """The rows of storage_data of a tensor's pieces."""
+        """Append the rows of storage_data for a tensor's pieces to `out`."""
         dims = len(entry.shape)
         number = 0
         numbers = self._numbers
@@ -680,19 +702,20 @@ class _Memo:
             if ends is None:
                 met = len(self._fetched)
                 ends = [self._place(tail, file[len(folder) :], dims) for tail, file in zip(tails, files, strict=True)]
-                if len(self._fetched) == met:  # else texts stand in full here, which are fetched from now on
+                if len(self._fetched) == met:  # else these bytes contain texts in full and must not be reused
                     self._places[known] = ends
             for (middle, end), byte in zip(ends, at, strict=True):
-                place = b"J" + _I32(byte) if 65536 <= byte < 1 << 31 else _integer(byte)  # most often
+                # The range of most offsets, inlined because this loop runs for each of a save's boxes.
+                place = b"J" + _I32(byte) if 65536 <= byte < 1 << 31 else _integer(byte)
                 out += (front, numbers[number], start, middle, place, end)
-                if not number:  # as above
+                if not number:  # the first row has the names in full; the next ones fetch them from the memo
                     front = self._index(entry.fqn)
                     opened = self.text("offset") + self._opened(dims)
                     start = opened + self._lead(lead)
                 number += 1
 
     def _place(self, tail: Tail, file: str, dims: int) -> tuple[bytes, bytes]:
-        """What stands in a row between the lead and the byte, and what behind it."""
+        """The bytes of a row between the lead and the item's byte offset, and the bytes after that."""
         middle = _codes(tail.offset) + _closed(dims) + self._info() + self.text(file) + self.text("offset")
         return middle, self.text("length") + _integer(tail.length) + _BUILD
 
@@ -704,7 +727,7 @@ class _Memo:
         return _BUILD + self.name(_STORE, "_StorageInfo") + _NEW + _EMPTY + self.text("relative_path")
 
     def whole(self, at: ObjectEntry, folder: str, out: list[bytes]) -> None:
-        """The row of storage_data of an object."""
+        """Append an object's row of storage_data to `out`."""
         found = self._objects.get((at.file, at.length))
         if found is None:
             met = len(self._fetched)
@@ -723,6 +746,7 @@ class _Memo:
         return code + b"\x94"
 
     def text(self, text: str) -> bytes:
+        """The opcodes that push a text."""
         known = self._fetched.get(text)
         if known is not None:
             return known
@@ -731,17 +755,18 @@ class _Memo:
         return self._once(text, head + raw)
 
     def name(self, module: str, name: str) -> bytes:
+        """The opcodes that push a global, `module.name`."""
         known = self._fetched.get((module, name))
         if known is not None:
             return known
         return self._once((module, name), self.text(module) + self.text(name) + b"\x93")
 
     def size(self, size: tuple[int, ...]) -> bytes:
-        """A torch.Size: a call."""
+        """The opcodes that push a torch.Size, which is pickled as a call of the class with a tuple."""
         return self._opened(len(size)) + _codes(size) + _closed(len(size))
 
     def _opened(self, dims: int) -> bytes:
-        """A torch.Size of so many numbers up to the first of them."""
+        """The opcodes of a torch.Size with `dims` numbers, up to the first number."""
         return self.name("torch", "Size") + (b"(" if dims > 3 else b"")
 
 
@@ -750,7 +775,7 @@ def _codes(numbers: Iterable[int]) -> bytes:
 
 
 def _closed(dims: int) -> bytes:
-    """A torch.Size of so many numbers behind the last of them."""
+    """The opcodes of a torch.Size with `dims` numbers, after the last number."""
     return (b")", b"\x85", b"\x86", b"\x87", b"t")[min(dims, 4)] + b"\x85R"
 
 

@@ -1,13 +1,13 @@
-"""The nested state that a DCP's items are: keys into paths, items into tensors and plain values, and back.
+"""Converts between a DCP's flat items and one nested state of tensors and plain values.
 
-The one idea: a DCP flattens one nested dict. Reading, `State` gives each tensor with the path at which it hung and
-nests the plain values again; writing, `flatten` gives the leaves of a nested dict as torch does.
+The one idea: a DCP flattens one nested dict. When reading, `State` gives each tensor its path in that dict and nests
+the plain values again; when writing, `flatten` gives the leaves of a nested dict as torch does.
 
     {"model": {"w": T}, "groups": [{"lr": 0.1}]}  <->  model.w: tensor   groups.0.lr: object
 
-What the paths mean is each format's own (`systems.torch.dcp`, `systems.megatron.fsdp_dtensor`). Source: torch 2.13
+Each format interprets the paths itself (`systems.torch.dcp`, `systems.megatron.fsdp_dtensor`). Source: torch 2.13
 `distributed/checkpoint/_nested_dict.py`, `_traverse.py`. Cost: as `dcp_container.dcp_items`. What it does not do:
-names.
+assign names.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ DTENSOR = "E2607"
 
 
 class State:
-    """What the listings of one checkpoint hold.
+    """The tensors and plain values of one checkpoint's listings.
 
-    tensors: with the path of each, their keys empty. extras: the plain values. items, unsafe: of the pickles met.
-    coded: where states hang that are kept as codes; their parts are among the tensors. So are tensors that can't be
-    read (`formats.state_dict.unread.set_apart`); those that ask for code have lines in `unsafe` too.
+    tensors: each with its path and an empty key. They include the parts of quantised states and tensors that cannot be
+        read (`formats.state_dict.unread.set_apart`).
+    extras: the plain values.
+    coded: the dotted paths of quantised states (`pickles.coded_states`).
+    unsafe: lines about object items and tensors that could only be read by executing code.
     """
 
     def __init__(self, tree: Tree, listings: Sequence[DcpListing]) -> None:
@@ -60,11 +62,11 @@ class State:
                 else:
                     self._add(entry.path, _logical(entry, arrays.get(fqn, [])))
             for fqn in listing.objects:
-                if fqn in objects:  # damaged ones are left out where the checkpoint is only looked at
+                if fqn in objects:  # damaged objects are missing here if faults are collected instead of raised
                     self._object(objects[fqn])
 
     def _items(self, listing: DcpListing) -> tuple[Mapping[str, Sequence[StoredArray]], dict[str, ReadObject]]:
-        """Where the pieces of a listing lie, and its objects; every file that does not read is named."""
+        """(the stored arrays of a listing's tensors, its objects), both by fqn. An error lists all unreadable files."""
         items, objects = self.items, list(listing.objects.values())
         return both(
             lambda: items.arrays(listing.tensors.values()),
@@ -72,7 +74,7 @@ class State:
         )
 
     def _coded(self, fqn: str, entry: DcpTensorEntry) -> None:
-        """A state that is kept as codes: its parts, where its pieces make a whole."""
+        """Add the parts of a quantised state as tensors; a state whose pieces cannot be joined is unreadable."""
         boxes = [Box(piece.offset, piece.shape) for piece in entry.pieces]
         from ckpt_tool.formats.state_dict.coded import joined
 
@@ -95,7 +97,7 @@ class State:
         self.tensors.append(simple_tensor(TensorKey(""), hidden.array(file), hidden.path))
 
     def _object(self, read: ReadObject) -> None:
-        """An object item: plain values into the extras; tensors inside it are tensors like others."""
+        """Add an object item: its plain values to the extras, the tensors inside it to the tensors."""
         entry = read.entry
         value = read.value
         shown = self.tree.display(entry.file)
@@ -125,12 +127,12 @@ class State:
         return [file for listing in self.listings for file in listing.files]
 
     def all_unsafe(self) -> tuple[str, ...]:
-        """Every line about a pickle that asks for code."""
+        """All lines about pickles that would execute code, without duplicates."""
         lines = (*(line for each in self.listings for line in each.unsafe), *self.items.unsafe, *self.unsafe)
         return tuple(dict.fromkeys(lines))
 
     def notes(self) -> Iterator[Note]:
-        """Tensors that are kept as codes, files that belong to nothing, objects of several ranks."""
+        """Notes on quantised states, `.distcp` files to which no item refers, and objects that several ranks saved."""
         if self.coded:
             from ckpt_tool.formats.state_dict.coded import coded_note
 
@@ -166,7 +168,7 @@ def _logical(entry: DcpTensorEntry, arrays: Sequence[StoredArray]) -> LogicalTen
 
 
 class _List(dict[Any, Any]):
-    """A list of the extras while its positions are met in any order."""
+    """A list of the extras as a dict by position while it is filled in any order."""
 
 
 class NestedExtras:
@@ -176,6 +178,7 @@ class NestedExtras:
         self.root: dict[Any, Any] = {}
 
     def put(self, path: Path, value: Any) -> None:
+        """Store a value at `path`; a dict is merged into a dict that is there already."""
         node = self._node(path[:-1], path[-1])
         known = node.get(path[-1])
         if isinstance(known, dict) and isinstance(value, dict):
@@ -184,7 +187,7 @@ class NestedExtras:
             node[path[-1]] = value
 
     def slot(self, path: Path) -> None:
-        """A tensor lies at `path`: keep its place in the lists on the way."""
+        """Reserve the list position of a tensor at `path`, so that the positions after it stay right."""
         last = max((i for i, step in enumerate(path) if type(step) is int), default=None)
         if last is not None:
             self._node(path[:last], path[last]).setdefault(path[last], SLOT)
@@ -199,6 +202,7 @@ class NestedExtras:
         return node
 
     def finished(self) -> dict[str, Any]:
+        """The extras with lists in place of the dicts by position."""
         return {key: _finish(value) for key, value in self.root.items()}
 
 
@@ -216,13 +220,13 @@ def _finish(value: Any) -> Any:
 
 
 class NestingSlot(NamedTuple):
-    """Tensor `number` of the wanted ones."""
+    """A placeholder for the wanted tensor with this index."""
 
     number: int
 
 
 class Known(NamedTuple):
-    """A tensor whose bytes (row-major, little-endian) are known already."""
+    """A tensor whose bytes (row-major, little-endian) are known when the output is planned."""
 
     shape: Sequence[int]
     dtype: DType
@@ -230,8 +234,8 @@ class Known(NamedTuple):
 
 
 def flatten(tree: Mapping[Any, Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The leaves of a nested state by torch's rule: dicts always flatten, lists when a tensor, a dict or such a list is
-    in them, tuples never. Paths hold text for keys and integers for list positions."""
+    """The leaves of a nested state by torch's rule: dicts are always flattened, lists if they contain a tensor, a dict
+    or such a list, tuples never. Paths contain text for keys and integers for list positions."""
     for key, value in tree.items():
         yield from _flatten(value, (*path, str(key)))
 
@@ -247,7 +251,7 @@ def _flatten(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
 
 
 def stays(value: list[Any]) -> bool:
-    """Is the list one object, since no tensor, dict or such a list is in it?"""
+    """Is the list saved as one object, because it contains no tensor, no dict and no list that is flattened?"""
     return not any(
         isinstance(item, NestingSlot | Known | Mapping) or (isinstance(item, list) and not stays(item))
         for item in value
