@@ -1,13 +1,13 @@
-"""What `--force` and `prune` may remove: the files that a checkpoint's own reader accounts for, and nothing else.
+"""Decides what `--force` and `prune` may remove: files that the checkpoint's own reader accounts for, nothing else.
 
     out/model.safetensors, config.json, tokenizer.json     all accounted for: they go once the new output is in place
     out/train.py, .git/config, run2/model.safetensors      E1604: three files that are no part of the checkpoint there
 
-That a format recognises a folder says nothing of what else is in it. So the checkpoint is opened, and its own reader
-says which files are its (`Catalog.files`, whose chunks lie in no others); to these come the side files that a writer
-would carry along, the pointer files that led to it, the markers of finished ranks (`Holds.markers`), and the signature
-and attestations that `--sign` and `--attest` put there. No format is named here. Files of code count only where the
-model's config names them. Links and empty folders never count: nobody's writer makes them.
+That a format recognises a folder proves nothing about other files in it. So the checkpoint is opened, and its reader
+lists its files (`Catalog.files`; its chunks are stored in no others). Further accounted for are the side files that a
+writer would copy, the pointer files that led to it, the markers of finished ranks (`Holds.markers`), and the signature
+and attestations of `--sign` and `--attest`. No format is named here. Files of code count only if the model's config
+names them. Links and empty folders never count, because no writer creates them.
 
 A step of a run (`find_other_files`) may hold several checkpoints, broken ones too, and what its trainer writes next to
 them (`sources.trainer_files`). Where a reader can't open one, the names that its format claims count.
@@ -119,13 +119,13 @@ def _is_nothing(there: Mapping[str, Stamp]) -> bool:
 
 
 def refuse_unaccounted(place: str, paths: Iterable[str], empty: bool, other: Reader | None) -> None:
-    """Raise OutputExists E1604 unless every path at the place is accounted for, StorageError where something could not
-    be read: nobody knows then what it is."""
+    """Raise OutputExists E1604 unless every path at the place is accounted for, and StorageError if something could not
+    be read, because its owner is unknown then."""
     if empty:
         return
 
     try:
-        with failures_met() as failures, collect_report_data(False):  # a report is of the sources
+        with failures_met() as failures, collect_report_data(False):  # a report is about the sources, not about this
             given = open_tree(place)
             if given.single is not None:  # it was named itself; its suffix alone does not make it a checkpoint
                 open_source(place, Reading(lenient=True))
@@ -204,7 +204,7 @@ def _accounted_by(opened: Opened, given: Tree, is_side: Callable[[str], bool] = 
     yield from (inside + name for name in opened.markers)
 
     holds_lora = any(".lora_" in key.name for key in catalog.tensors)
-    # Side files are beside the checkpoint's files, and beside the pointer file that names its folder.
+    # Side files are next to the checkpoint's files, or next to the pointer file that names its folder.
     for folder in filter(None, (tree, opened.outer, given)):
         prefix = _prefix_of(folder, given)
         names = folder.names()
@@ -221,10 +221,10 @@ def _accounted_by(opened: Opened, given: Tree, is_side: Callable[[str], bool] = 
 
 
 def find_other_files(step: str, reading: Reading) -> list[str]:
-    """What is in a step of a run, below its folder, and is neither of a checkpoint there nor a trainer's own: files,
-    links, and whatever else is no folder. [] for a step that is one file, or a link, of which the link alone would go.
+    """The paths in a step's folder that belong neither to a checkpoint there nor to a trainer: files, links, and
+    anything else that is no folder. [] for a step that is one file, or a link (only the link would be removed).
 
-    Raises StorageError where something could not be read: nobody knows then whose the files are.
+    Raises StorageError if something could not be read, because it is unknown then to whom the files belong.
     """
     if os.path.islink(step):
         return []

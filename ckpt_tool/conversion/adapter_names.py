@@ -9,8 +9,8 @@ the way back they are read and compared: equal ones are written once, others as 
 keeps q, k, v, gate and up apart, and where that has no place for them either (experts, DoRA, ms-swift) nothing is
 written. Ranks are those of the tensors; alpha is the config's, so the scaling stays alpha / rank of each module.
 
-Cost: the A's of fused projections are read once more. What it does not do: optimizer states of an adapter's run,
-biases, embeddings and whole modules that were trained beside it (refused by name).
+Cost: the A's of fused projections are read once more. What it does not do: optimizer states of an adapter's run, and
+biases, embeddings and full modules that were trained together with the adapter (refused by name).
 """
 
 from __future__ import annotations

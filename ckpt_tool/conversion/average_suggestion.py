@@ -1,11 +1,11 @@
-"""The options that choose one of several averages of a file, or give an average the model's names.
+"""Suggests options that choose one of several averages (EMA) in a file, or give an average the model's names.
 
-    ["emas.0.w", "emas.1.w"] beside ["w"]      --rename 'emas.0.*=*' --remove-keys 'emas.1.*'
-    ["encoder.w"] beside ["w"]                 --rename 'encoder.*=*'
+    ["emas.0.w", "emas.1.w"] next to ["w"]     --rename 'emas.0.*=*' --remove-keys 'emas.1.*'
+    ["encoder.w"] next to ["w"]                --rename 'encoder.*=*'
 
 EDM2's training state keeps one average for each width in a list, ema-pytorch's `PostHocEMA` one for each of its
-`ema_models`; nothing says which is meant. Patterns are of names in all states: where one would hit the model too,
-nothing is suggested.
+`ema_models`; nothing in the file shows which is meant. A pattern applies to the names of all states: if it would match
+the model too, nothing is suggested.
 
 Sources: NVlabs/edm2 `training/phema.py` (`PowerFunctionEMA.state_dict`), ema-pytorch 0.7 `post_hoc_ema.py`. Cost: a few
 lookups a name. What it does not do: rename anything, or say which average is the better one.

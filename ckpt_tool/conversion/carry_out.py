@@ -58,8 +58,8 @@ def execute(
     recorded: digests that the source states for its tensors; values that don't match are refused before the commit.
     plan_file: where the plan was read from; then an output that does not read back as the plan says is the plan's fault
     (SourceChanged E1605), not ours. seal: what is added to it, see `signing.seal`. replaced: what `--force` may remove.
-    planned_from: the sources that this process made the plan of: what it read in them beside the plan's own files
-    (headers, indexes, metadata) has to be of the same save as the values.
+    planned_from: the sources from which this process made the plan. Files that it read in them and that the plan does
+    not list (headers, indexes, metadata) must be of the same save as the values.
     """
 
     def check(staged: Path | Upload, digests: dict[TensorKey, str], source: dict[TensorKey, str]) -> None:

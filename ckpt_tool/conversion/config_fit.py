@@ -65,7 +65,7 @@ def _join_codes(kinds: Mapping[str, TensorKind], quantised: FoundWeights) -> Map
 
 
 def modules_of_unknown_codes(kinds: Mapping[str, TensorKind], config: Config | None) -> set[str]:
-    """Modules of a scheme that is not known, of whose tensors nobody can say which belong to it."""
+    """Modules that an unknown quantisation scheme may cover; which of their tensors belong to it is undecidable."""
     scheme = quantisation(config, kinds)
     if scheme is None or scheme.known:
         return set()
@@ -146,7 +146,7 @@ def _find_contradictions(config: Mapping[str, Any], kinds: Mapping[str, TensorKi
     if not match.dialect.startswith(_OF_HUB):  # another system's names, which --dialect asked for
         return []
 
-    # Of a part that patterns picked, nobody expects a whole model. A head that is not there has a line of its own.
+    # A selection by patterns need not be a complete model. A missing head is reported separately.
     lost = [] if chosen.removed else missing(match.family, match.dialect, tensors.weights, config)
     return [
         *(say_missing(name) for name in lost if not is_head(name)),
@@ -156,7 +156,7 @@ def _find_contradictions(config: Mapping[str, Any], kinds: Mapping[str, TensorKi
 
 
 def _describe_family(kinds: Mapping[str, TensorKind]) -> str:
-    """` (by their names the tensors are those of qwen3)`, "" where the names alone do not tell."""
+    """` (by their names the tensors are those of qwen3)`, "" if the names alone do not identify a family."""
     try:
         match = find(None, _shapes_of_kinds(kinds))
     except (UsageError, InputError):
@@ -166,5 +166,5 @@ def _describe_family(kinds: Mapping[str, TensorKind]) -> str:
 
 
 def _shapes_of_kinds(kinds: Mapping[str, TensorKind]) -> dict[str, tuple[int, ...]]:
-    """{name: shape} of one tensor of each kind: enough to tell a family."""
+    """{name: shape} of one tensor of each kind, which is enough to identify a family."""
     return {name: kinds[name].shape for name in one_of_each(kinds)}

@@ -1,12 +1,12 @@
-"""Job files: what a cluster's engine is given to have a saved plan carried out by many workers.
+"""Writes job files, with which a cluster's scheduler runs a saved plan on many workers.
 
     slurm   a batch script with an array of jobs, for `sbatch FILE`
     k8s     an indexed Job, for `kubectl apply -f FILE`
     ray     a program that submits the job, for `python FILE`; Ray's workers claim
 
 Each runs `ckpt apply PLAN` with the options that were given with `--emit`. Names come from a checkpoint's paths and may
-hold anything, so each stands only where its language quotes it: the shell's words, YAML's strings, Python's literals.
-A source that the plan names by a relative path is looked for where this was written: the job goes there first.
+contain anything, so each is written only as a quoted shell word, YAML string or Python literal. Relative paths of
+sources in the plan refer to the folder in which the job file was written: the job changes to it first.
 
 Sources: sbatch (directives end at the first command; `--requeue`), Kubernetes ("Indexed completion mode",
 `JOB_COMPLETION_INDEX`; in `command` `$(NAME)` is a variable and `$$` a dollar), Ray (Python SDK for jobs,

@@ -1,6 +1,6 @@
-"""Degrees: the mesh and the layout that the user's options, the source and the target format come to.
+"""Determines the mesh and the layout of the output from the user's options, the source and the target format.
 
-A layout file (`--layout FILE.toml`): degrees and placement rules, read in bounded time whatever stands in it.
+A layout file (`--layout FILE.toml`) has degrees and placement rules; it is read in bounded time whatever it contains.
 
     [mesh]
     tp = 4
@@ -53,7 +53,7 @@ def degrees_of(chosen: Chosen, writing: Writing) -> Degrees:
         if not stated and "ep" in inherited:
             inherited["dp"] = inherited.get("dp", 1) * inherited["ep"]
     if "tp" in writing.degrees and "etp" not in writing.degrees and inherited.get("etp") == inherited.get("tp"):
-        inherited.pop("etp", None)  # experts follow tp unless somebody parted them
+        inherited.pop("etp", None)  # experts follow tp unless the source or the user gave them another degree
     degrees = {**inherited, **writing.degrees}
     refuse_idle_ranks(degrees, (row.tensor.shape for row in chosen.stored))
     return Degrees(**degrees)

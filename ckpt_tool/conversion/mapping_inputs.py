@@ -1,13 +1,13 @@
-"""What a mapping asks for and is no move: values that change, rows of zeros, parts from several sources.
+"""Prepares inputs of a mapping that are not plain moves: changed values, rows of zeros, parts from several sources.
 
-A mapping moves elements (`plan.mapping`). Three things that it may ask for are not moves:
+A mapping moves elements (`plan.mapping`). Three things that it may require are not moves:
 
-    a number added on the way                  `* add(1)` of a table: zero-centred norms
-    rows that the source has not               `_` of a table: a vocabulary of 100 rows in 112
-    one tensor made of different sources       q_proj that an adapter changed beside k_proj as it was, for a fused QKV
+    a number added to each element             `* add(1)` of a table: zero-centred norms
+    rows that the source does not have         `_` of a table: a vocabulary of 100 rows in 112
+    one tensor made of different sources       q_proj that an adapter changed, with an unchanged k_proj, in a fused QKV
 
-Each becomes a computed tensor first (`run.recipes`), and the mapping moves that. Cost: none where nothing of it is
-asked for, else a pass in fp32 over these tensors while they are written.
+Each becomes a computed tensor first (`run.recipes`), and the mapping moves that. Cost: none if the mapping requires
+none of them, else a pass in fp32 over these tensors while they are written.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What would make the names of two checkpoints match: a `--rename` rule, or a dialect that both can be seen under.
+"""Suggests what would make the names of two checkpoints match: a `--rename` rule, or a dialect common to both.
 
-    ["module.layers.0.w", ...] beside ["layers.0.w", ...]       --rename 'module.*=*'
-    Megatron's names beside the hub's                           --dialect hf
+    ["module.layers.0.w", ...] and ["layers.0.w", ...]          --rename 'module.*=*'
+    Megatron's names and the hub's                              --dialect hf
 
-A guess for a message, which decides nothing: it is made of a few names and counted on all.
+It is only a suggestion for a message: it is derived from a few names, and its matches are counted on all.
 """
 
 from __future__ import annotations

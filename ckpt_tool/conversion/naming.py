@@ -151,9 +151,11 @@ def _looks_foreign(tensors: Iterable[LogicalTensor]) -> bool:
 
 
 def _is_beside_another_config(chosen: Chosen, reading: Reading) -> bool:
-    """Would the output be a hub's config.json beside names that are not the hub's? True where the config is not that of
-    a hub's folder which the source is, names a family of ours, and the family's hub knows less than half of the names:
-    a trainer's own names (torchtitan's), a prefix that nobody knows. No library loads such a folder."""
+    """Would the output combine a hub's config.json with names that are not the hub's? No library loads such a folder.
+
+    True if the source is not a hub folder with its own config, the config names a known family, and less than half of
+    the names are that family's hub names: they are a trainer's own (torchtitan's), or have an unknown prefix.
+    """
     if chosen.home == HUB and chosen.config is None:
         return False
     config = chosen.config
@@ -211,7 +213,7 @@ def _by_family(chosen: Chosen, job: Conversion, source: str | None, of_tool: Sou
     except (UsageError, InputError) as e:
         requested = writing.dialect is not None or reading.family is not None or writing.experts is not None
         # One rule for all sources: names that are not the target's are an error, whatever file they come from. Models
-        # of which nobody knows a single name pass, unless it is for their prefix alone.
+        # without a single known name pass, unless only an unknown prefix is in the way.
         unnamed = e.code == NO_FAMILY and not (config or {}).get("model_type")
         nobody_knows = unnamed and not _known_but_for_prefix(chosen)
         if e.code == SEVERAL and source is None:
@@ -296,7 +298,7 @@ def _found(
         derived = model.derived and chosen.config is None and job.reading.family is None
         if e.code != STRANGE or not derived:
             raise
-    # arguments say what a model computes, names which model it is a part of: one of images or sound
+    # Arguments describe what a model computes; the names show whether it is part of a model of images or audio.
     found = find(None, alike, stated=stated)
     model = config_of(chosen.sources[0], job.reading, found.family.name)
     return found, model, _as_asked(model.config, job.writing)
@@ -347,7 +349,7 @@ def _of_translation(out: Chosen, found: FamilyMatch, home: str, target: str) -> 
 
 
 def _refuse_foreign(model: ModelConfig, config: Mapping[str, Any] | None, reading: Reading, path: str) -> None:
-    """Raise what the source says against asking families by names, where neither a config nor `--family` tells one."""
+    """Raise the source's reason against concluding the family from names, if neither config nor `--family` is given."""
     if model.foreign is not None and config is None and reading.family is None:
         model.foreign.path = path
         raise model.foreign
@@ -513,7 +515,8 @@ def _mapped(
     *,
     dequantised: bool,
 ) -> Mapped:
-    """The mapping. Of a quantised release codes may lie in a shape of their own: an error's hint says what helps."""
+    """The mapping from the source's names to the target's. Codes of a quantised release may have packed shapes, which
+    fail here; the error's hint then tells how to convert them."""
     from ckpt_tool.families.rewrite import mapping
     from ckpt_tool.weight_schemes.declared_scheme import quantisation
 

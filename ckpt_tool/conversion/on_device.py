@@ -83,5 +83,5 @@ def with_device(report: Mapping[str, Any], moving: Moving | None) -> dict[str, A
 
 
 def threads_of(requested: int | None) -> int:
-    """Threads that feed a device, where nobody says how many."""
+    """The number of threads that feed a device: as requested, else one per CPU and at most 8."""
     return requested or min(os.cpu_count() or 1, 8)

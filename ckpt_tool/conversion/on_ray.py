@@ -29,9 +29,9 @@ from ckpt_tool.storage.output.replaced import ReplacedOutput
 from ckpt_tool.storage.output.staging import new_worker
 
 Outcome = tuple[bool, dict[TensorKey, int], CkptError | None]
-_THREADS = 2  # of a worker, where nobody says
+_THREADS = 2  # of a worker, if `--threads` is not given
 _RETRIES = 3  # of a worker that died
-_LOOK = 0.5  # seconds between two looks at what is written
+_LOOK = 0.5  # seconds between two checks of the progress
 _TRIES = ("RAY_NUM_REDIS_GET_RETRIES", "2")  # of 36 s each, where something answers that is no Ray; Ray's own is 20
 _KNOCK = 10.0  # seconds for an address to answer: a head node's port is open at once
 _SHARE = 20  # of the time that a look takes, at least: journals of large plans are long

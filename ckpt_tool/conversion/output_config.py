@@ -113,8 +113,9 @@ def _settled(
 def untie_own_head(
     config: Mapping[str, Any], names: Collection[str], chosen: Chosen, writing: Writing
 ) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """The config without a flag that ties the head to the embedding, where a head is written that is no copy of it: a
-    library that believes the flag overwrites the head. Flags stand at the top and in the language model's part.
+    """The config without the flag that ties the head to the embedding, if the head that is written is no copy of it:
+    a library that follows the flag would overwrite the head. The flag may be at the top and in the language model's
+    part.
 
     Raises InconsistentCheckpoint E3017 where `--config` has the flag and the user did not ask for `--tied-head untie`.
     """
@@ -259,8 +260,8 @@ def _tied(
 ) -> bool | None:
     """Is the head the embedding? None where the tensors do not contradict the config.
 
-    That a head is not there says something of a model that is there: the family's own embedding and last norm, by their
-    whole names. Under other names (a prefix that nobody knows) the tensors show nothing."""
+    A missing head is evidence only if the rest of the model is there, that is, the family's embedding and last norm
+    under their full names. Under other names (an unknown prefix) the tensors prove nothing."""
     held = set(names)
     if has_head(held):
         stated = config.get(TIED)

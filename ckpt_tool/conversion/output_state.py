@@ -1,4 +1,4 @@
-"""How far an output is that several processes write, wherever it grows: in a hidden folder beside it, or in a store."""
+"""Reports the progress of an output that several processes write, into a hidden folder next to it or into a store."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ckpt_tool.storage.output.staging import statuses_of
 
 
 class OutputState(NamedTuple):
-    """How far an output is."""
+    """The progress of an output."""
 
     there: bool  # does the output exist?
-    parts: Sequence[PartStatus]  # how far each process is, none where nobody has begun or all is committed
+    parts: Sequence[PartStatus]  # the progress of each process; empty before the first starts and after the commit
     done: int = 0  # bytes of the whole, whoever moved them; 0 where only the parts say
     of: int = 0  # bytes of the whole, whoever moved them; 0 where only the parts say
 
@@ -44,9 +44,11 @@ def output_state(place: Place) -> OutputState:
 
 
 def is_committed(plan: Plan) -> bool:
-    """Does the output lie there whole, written by processes that shared this plan out? False where a file system
-    keeps neither marks nor fractions of seconds. In a store, records that one left who died right after that are
-    removed."""
+    """Is the output complete, written by processes that shared this plan? False on file systems that store neither
+    marks nor fractions of seconds.
+
+    In a store, this also removes the records of a process that died right after the commit.
+    """
     place = place_of(plan.destination)
     if isinstance(place, Path):
         return was_committed(place, plan.identifier())

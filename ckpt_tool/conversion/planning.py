@@ -32,7 +32,7 @@ from ckpt_tool.storage.views import memory_of
 if TYPE_CHECKING:
     from ckpt_tool.report.holdings import Rewriting
 
-SIDE = -1  # in place of a source's number: a side file, which may be stored beside the pointer file
+SIDE = -1  # instead of a source's number: a side file, which may be stored next to the pointer file
 
 
 def make_plan(chosen: Chosen, destination: Place, fmt: Format, writing: Writing) -> tuple[Plan, Wanted]:
@@ -230,9 +230,13 @@ def _agree_texts(texts: Sequence[str]) -> list[str]:
 
 
 def peak_memory(writing: Writing, *, turned: bool, more: int = 0, paths: Sequence[str] = ()) -> int:
-    """Bytes of buffers that the run will use at most: what each thread holds, times the threads. turned: are elements
-    put in another order? That takes a panel a thread (`run.transposed`). more: of each thread, beside its blocks.
-    paths: of the sources' files, of which views take memory of their own."""
+    """The most bytes of buffers that the run will use: those of one thread, times the number of threads.
+
+    Args:
+        turned: are elements reordered? That needs a panel per thread (`run.transposed`).
+        more: further bytes of each thread, in addition to its blocks.
+        paths: the sources' files; views of them need memory too.
+    """
     import os
 
     per_thread = 4 << 20

@@ -62,7 +62,7 @@ def apply_rules(rules: Sequence[str], keys: Iterable[TensorKey]) -> Renamed:
 
 
 def with_key(tensor: LogicalTensor, key: TensorKey) -> LogicalTensor:
-    """The tensor under another key; its place in a nested file is found anew from its name."""
+    """The tensor under another key, without its path, so that its place in a nested file follows from the new name."""
     return tensor._replace(key=key, path=())
 
 

@@ -56,7 +56,7 @@ def rewriting_of(chosen: Chosen, wanted: Wanted, target: Target, layout: Layout,
 
 
 def _in_files(opened: Opened) -> bool:
-    """Does the source lie in files? What is computed has no tensors of its own (`sources.chosen.with_computed`)."""
+    """Is the source stored in files? A computed source has an empty catalog (`sources.chosen.with_computed`)."""
     return bool(opened.catalog.tensors)
 
 
@@ -86,7 +86,7 @@ def rewriting_of_plan(plan: Plan) -> Rewriting:
 
 
 def _boxes(move: Move, regions: Sequence[Region], names: Sequence[str]) -> Parts:
-    """Where the regions lie in the tensor; one that is no box of it as the runs of its line."""
+    """(file name, box) of each region in the tensor; a region that is no box becomes several flat boxes."""
     found = []
     for region in regions:
         box = box_of(region, move)

@@ -140,8 +140,8 @@ def _unread_left(unread: Iterable[Unread]) -> list[dict[str, Any]]:
 
 
 def refuse_left_optimizer(opened: Opened, job: Conversion) -> None:
-    """Raise UsageError E1643 where an optimizer's state is stored beside the model, can't be read, and would have a
-    place in the target: what is asked for and can't be had is an error unless named in `--drop`."""
+    """Raise UsageError E1643 if an optimizer's state is stored next to the model, cannot be read, and could be stored
+    in the target: a requested state that cannot be converted is an error unless `--drop` names it."""
     writing = job.writing
     requested = not writing.states or any(name == "all" or group_of(name) == "optimizer" for name in writing.states)
     if not requested or writing.as_model or "optimizer" in writing.drop or not job.fmt.holds.has("optimizer"):

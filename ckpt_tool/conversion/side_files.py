@@ -1,4 +1,4 @@
-"""Side files: what is stored beside the weights and travels with them.
+"""Copies side files: what is stored next to the weights and belongs to the model, such as the tokenizer.
 
     hf -> safetensors --dtype bf16    tokenizer, README: byte for byte; config.json: corrected (`output_config`)
     hf -> megatron-dist               all of them at the top of the folder, config.json as it was: the way back is exact
@@ -165,7 +165,7 @@ def _with_files_of_config(target: Target, chosen: Chosen) -> Target:
 
 
 def _with_tokenizer(target: Target, chosen: Chosen, fmt: Format) -> Target:
-    """The target with the files of the tokenizer that the source's own header states, where it has none beside it."""
+    """The target with tokenizer files made from the source's header, if the source has no such files next to it."""
     if (
         chosen.sources[0].catalog.hints.get(Stated) is None
         or not _makes_one(chosen, fmt)
@@ -181,8 +181,8 @@ def _with_tokenizer(target: Target, chosen: Chosen, fmt: Format) -> Target:
 
 
 def _makes_one(chosen: Chosen, fmt: Format) -> bool:
-    """Does a config.json belong to the output, where the source has none? To models of Hugging Face and Paddle, and
-    beside Megatron's for the way back from another's; Meta has its own."""
+    """Should the output get a config.json if the source has none? Models of Hugging Face and Paddle need one; one in a
+    Megatron output that comes from another system allows converting back; Meta has its own file."""
     dialect = chosen.dialect_in(fmt)
     return dialect in ("hf", "paddle") or dialect == "megatron" != chosen.home
 

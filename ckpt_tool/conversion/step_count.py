@@ -1,10 +1,10 @@
-"""One count of an optimizer's steps as the step of each parameter.
+"""Converts an optimizer's single step count into a step for each parameter.
 
     opt_state.0.{mu.w, mu.b, count = 3}   ->   w [exp_avg], w [step] = 3.0, b [exp_avg], b [step] = 3.0
 
-optax counts once for all parameters, in int32; optimizers of torch keep a number a parameter beside its moments, in
-fp32, and begin anew without. The count is moved, not copied: it is gone from the extras, so that what a trainer counts
-on is all that says it when the way leads back (`systems.jax.orbax.leaves` makes one count of steps that are equal).
+optax counts once for all parameters, in int32. torch's optimizers store a number for each parameter with its moments,
+in fp32, and restart from zero without it. The count is moved, not copied: it is removed from the extras, so that after
+further training only one place states it when converting back (`systems.jax.orbax.leaves` merges equal steps).
 fp32 has every count up to 2^24. Sources: optax 0.2.8 `_src/transform.py` (ScaleByAdamState), torch 2.13
 `optim/adamw.py` (`_init_group`). Cost: 1 us a parameter. What it does not do: several counts, each for some parameters
 (`optax.multi_transform`)."""

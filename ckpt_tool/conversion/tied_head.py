@@ -5,8 +5,8 @@
     keep     as the source has it (default)
 
 Where a config says that the two are tied and the source holds both, a target that keeps one of them would lose the
-other: they are compared before a byte moves, and two that differ are an error that says what to pass. What Paddle's
-ranks write beside a tied embedding is left out again on the way to the hub, if it is a copy.
+other: they are compared before a byte moves, and two that differ are an error whose hint gives the option. The output
+layer that Paddle's ranks write in addition to a tied embedding is left out on the way to the hub, if it is a copy.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ HEAD_NAME = "lm_head.weight"  # the hub's
 _ALWAYS_BOTH = ("meta",)  # Meta's `output.weight` is always there (Llama 3.2 1B too)
 # What the MTP layers of DeepSeek-V3 and GLM-4.5 hold once more (their config and their authors' code share them)
 _OF_MTP = {".embed_tokens.weight": "model.embed_tokens.weight", ".shared_head.head.weight": "lm_head.weight"}
-# head -> the names that its embedding may have, in each dialect. Before all of them the same prefix may stand, which a
-# part of a larger model has (`thinker.`) or a wrapper (`module.`): head and embedding are looked for under one.
+# head -> the names that its embedding may have, in each dialect. Both may have the same prefix, that of a part of a
+# larger model (`thinker.`) or of a wrapper (`module.`): a head is matched only with an embedding of the same prefix.
 _PAIRS = {
     "lm_head.weight": (
         "model.embed_tokens.weight",
@@ -133,9 +133,11 @@ def refuse_to_lose_copies(chosen: Chosen, left_out: Collection[str]) -> None:
 def as_the_hub_has_it(
     chosen: Chosen, dialect: str, config: Mapping[str, Any] | None, policy: str | None, hub: Table
 ) -> Chosen:
-    """`chosen`, in the hub's names, with the copies that the hub's files have. Megatron has one of each where MTP
-    layers hold more; Paddle's ranks write a tied output layer beside the embedding. One that is no copy, or has states
-    of its own, stays. hub: the family's names there."""
+    """`chosen`, in the hub's names, with exactly the copies that the hub's files have.
+
+    Megatron stores once what the hub's MTP layers repeat; Paddle's ranks write a tied output layer in addition to the
+    embedding. A tensor that is no copy, or has states of its own, is kept. hub: the family's table of hub names.
+    """
     if dialect.startswith("megatron"):
         return with_copies_of_mtp(chosen, hub)
     pair = pair_of(chosen.model)
@@ -213,7 +215,7 @@ def describe_own_head(chosen: Chosen, names: Collection[str]) -> str:
 
 
 def _heads_of(embedding: str) -> Iterable[str]:
-    """The output layer's name beside an embedding of that name; none where it is no embedding's."""
+    """The possible names of the output layer for an embedding of that name; none if it is not an embedding's name."""
     for known in _EMBEDDINGS:
         prefix = embedding.removesuffix(known)
         if prefix == embedding or (prefix and not prefix.endswith(".")):

@@ -1,11 +1,11 @@
-"""Rows of a vocabulary that are no tokens: cut off or added by `--vocab-size`.
+"""Removes or adds the padding rows of a vocabulary, which are no tokens (`--vocab-size`).
 
     112 rows, --vocab-size 100   ->   100 rows of the embedding, of the output layer and of their moments
     100 rows, --vocab-size 112   ->   112 rows, the last 12 of zeros, counted in the report
 
 Trainers pad embeddings to a multiple that depends on the tensor parallel degree (Megatron-LM 0.16
-`vocab_utils.calculate_padded_vocab_size`), so the rows beyond the tokenizer's are of no use to anybody else. Which
-tensors are vocabularies is derived from their names; a name that is not on the list keeps its rows.
+`vocab_utils.calculate_padded_vocab_size`), so the rows beyond the tokenizer's are of no use elsewhere. Which tensors
+have vocabulary rows is derived from their names; a name that is not on the list keeps its rows.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ def trim_vocabulary(stored: Iterable[Stored], size: int) -> tuple[list[Stored], 
 
 
 def _refuse_other_rows(rows: Sequence[Stored], size: int) -> None:
-    """Raise UsageError E2302 where a head has its tokens along another dim than dim 0 (Paddle's Linear, MaxText), or a
-    vocabulary is another one (of codes of sound, say): cutting the one and not the other would break the model.
+    """Raise UsageError E2302 if a head has its tokens along another dim than 0 (Paddle's Linear, MaxText), or a
+    vocabulary is another one (of audio codes, say): cutting one of them and not the other would break the model.
 
-    Rows may differ where one of the two was padded or cut before: --vocab-size makes them one size again."""
+    Row counts may differ if one of the two was padded or cut before: --vocab-size makes them equal again."""
     model = [row.tensor for row in rows if row.tensor.key.state == MODEL]
     vocabularies = [tensor for tensor in model if _has_rows(tensor)]
     wrong = next((tensor for tensor in model if tensor.key.name.endswith(_TURNED_HEADS)), None)

@@ -133,7 +133,7 @@ def _list_numbers(numbers: Sequence[int]) -> str:
 
 
 def _layers_in(names: Iterable[str]) -> dict[str, set[int]]:
-    """Stack -> the numbers of its layers that the names are of."""
+    """Stack of layers -> the layer numbers that occur in the names."""
     layers: dict[str, set[int]] = {}
     for name in names:
         match = _LAYER.match(name)

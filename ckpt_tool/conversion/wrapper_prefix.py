@@ -1,13 +1,13 @@
-"""Names without what a trainer's wrappers put in them, before any rule of a family sees them.
+"""Removes from names what a trainer's wrappers put into them, before a family's rules are applied.
 
     module.model.layers.0.mlp.up_proj.weight             DDP           -> model.layers.0.mlp.up_proj.weight
     model._orig_mod.model.layers.0.mlp.up_proj.weight    Lightning     -> the same
-    student.model.layers.0.mlp.up_proj.weight            nobody's      -> as it is
+    student.model.layers.0.mlp.up_proj.weight            unknown       -> as it is
 
-A prefix is taken off where all names have it and what is left is completely the family's (`families.wrappers`); parts
-that only wrappers make (`_orig_mod.`, ...) wherever they are. All states of a parameter follow it, and the optimizer's
-groups. A format that keeps names (a job's own) keeps the prefix too, and the report says how to take it off: the job
-goes on under the names that it saved. Cost: one look at each name.
+A prefix is removed if all names have it and the remaining names are completely the family's (`families.wrappers`);
+parts that only wrappers create (`_orig_mod.`, ...) are removed wherever they are. All states of a parameter follow it,
+and so do the optimizer's groups. A format that keeps names (a job's own) keeps the prefix too, because the job resumes
+under the names that it saved; the report gives the option that removes it. Cost: one look at each name.
 """
 
 from __future__ import annotations

@@ -77,7 +77,8 @@ def look_for_copies(tree: Tree, catalog: Catalog, *, lenient: bool) -> list[Note
     InconsistentCheckpoint E1630 lists them."""
     if len(catalog.files) < 2:
         return []
-    # Lazy tables offer `parted`, which avoids building every tensor of the catalog.
+    # Tables of safetensors give only tensors stored in parts here: for all others the files contain the names, so a
+    # copied file is noticed by these.
     parted = getattr(catalog.tensors, "parted", None)
     every = catalog.tensors.values() if parted is None else parted()
     tensors = [tensor for tensor in every if tensor.key.state != EXTRAS]

@@ -232,8 +232,10 @@ def memory_of_computed(chosen: Chosen) -> int:
 
 
 def more_than_computed(chosen: Chosen) -> int:
-    """Bytes that are read of the files for computed tensors, less those that the plan counts for them, as if they lay
-    in files."""
+    """How many bytes more are read from the sources' files for computed tensors than the plan counts for them.
+
+    The plan counts a computed tensor as if it were itself stored in a file.
+    """
     if all(opened.catalog.tensors for opened in chosen.sources):
         return 0
     from ckpt_tool.run.computed import ComputedTree

@@ -1,15 +1,16 @@
-"""The model's config: what `--config` names, or the `config.json` beside the checkpoint. Data, never code.
+"""Finds the model's config: the file given by `--config`, or the `config.json` next to the checkpoint, as data only.
 
-In the hub's words it comes from `--config`, config.json, or Megatron's arguments:
+A config with the hub's keys comes from `--config`, config.json, or Megatron's arguments:
 
-    config.json beside the weights               as it is
+    config.json next to the weights              as it is
     Meta's params.json, nothing next to it       what it says (`systems.meta.source_config`)
     GGUF's metadata, nothing next to it          what it says (`systems.llamacpp.source_config`)
     Megatron's arguments, nothing next to them        what they say (`families.config.translation`)
     both                                         config.json, with what the arguments say otherwise, noted
 
-A Megatron job may have trained on with another context or rope, and then its arguments are right and the file that was
-copied beside is old. Side files of a Megatron folder are at its top, beside the pointer file. Cost: one small file.
+A Megatron job may have continued training with another context length or rope; then its arguments are right and the
+config.json that was copied into its folder is outdated. Side files of a Megatron folder are at its top, next to the
+pointer file. Cost: one small file.
 What it does not do: run anything, or write (`conversion.side_files`).
 """
 
@@ -186,7 +187,7 @@ class ModelConfig(NamedTuple):
     asked: bool = False  # is it what --config names?
     origin: str = NAME  # what it comes from, in words
     derived: bool = False  # made of what a job says that it computes, which a larger model may have as a part
-    # why no family may be told by names alone: the files say that they are of a model that none is
+    # why the family must not be concluded from names alone: the files state a model that no family covers
     foreign: InputError | None = None
 
 

@@ -90,8 +90,8 @@ def open_rest(src: str, reading: Reading, fault: CkptError) -> Damaged | None:
 def refusal_of(fault: CkptError) -> dict[str, Any] | None:
     """The row for a fault that ends every other verb for safety, None for plain damage.
 
-    It is known by the first fault, which other verbs raise: where one item of a DCP lies at a wrong place, those behind
-    it look like contradictions too.
+    The first fault decides, which is the one that other verbs raise: if one item of a DCP is at a wrong offset, the
+    items after it look like contradictions too.
     """
     if fault.code in ZIP_CONTRADICTIONS:
         hint = (
@@ -106,7 +106,7 @@ def refusal_of(fault: CkptError) -> dict[str, Any] | None:
 
 
 def refused(document: Mapping[str, Any]) -> UnsafeInput | None:
-    """The error that a document's `refused` stands for: the rest was judged, and the exit code is that of an attack."""
+    """The error for a document's `refused` row, None without one. It gives the report the exit code of an attack."""
     row = document.get("refused")
     if row is None:
         return None
@@ -169,7 +169,8 @@ def _without_torn(opened: Opened, parts: MissingParts) -> tuple[Opened, int, tup
     if torn:
         kept = {key: tensor for key, tensor in catalog.tensors.items() if str(key) not in torn}
 
-    # What a reader could not make of the rest (which parameter a flat buffer is of) is judged once nothing is missing.
+    # Faults of the tensors that are left (such as a flat buffer whose parameter is unclear) may be consequences of the
+    # missing parts, so they are reported only if nothing is missing.
     unread = tuple(one for one in catalog.unread if one.fault is None)
     faults = [one.fault for one in catalog.unread if one.fault is not None]
     reasons = dict.fromkeys(fault.message for fault in faults if not is_damage_of_bytes(fault))

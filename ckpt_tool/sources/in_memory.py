@@ -1,11 +1,11 @@
-"""A model as the trainer had it in memory, where what it saved has other names: an optimizer numbers by that.
+"""Derives a model's parameters as the trainer had them in memory, which is the order that an optimizer numbers.
 
     Trainer, transformers 5:  model.safetensors has experts one by one, the optimizer moments of (experts, 2 m, h)
     torchtune:                the hub's names and rows, the optimizer's are torchtune's
 
-Which dialect that is the family says (`families.experts.memory_dialect`), and its equations take the states from there
-to the names in the files, as strided pieces of what is stored. Cost: nothing unless an optimizer lies beside the model;
-then a mapping each way, some 45 us a tensor.
+The family gives the dialect of the names in memory (`families.experts.memory_dialect`), and its equations map the
+optimizer's states to the names in the files, as strided pieces of what is stored. Cost: nothing unless an optimizer is
+stored next to the model; then a mapping each way, some 45 us a tensor.
 """
 
 from __future__ import annotations

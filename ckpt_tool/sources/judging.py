@@ -1,12 +1,12 @@
-"""Which steps of a run are sound, by the code that opens and checks checkpoints (`sources.sound`): headers, extents,
-cover, indexes, files that were not written to their end.
+"""Decides which steps of a run are valid, with the code that opens and checks checkpoints (`sources.sound`).
 
-A step may hold several checkpoints: a Trainer's the model and DeepSpeed's folder, veRL's one for the actor and one for
-the critic. Each has to be sound. And what most other steps have of a training state, this one may have not: it was
-killed before that was written (transformers 5.23 `trainer.py` writes trainer_state.json last, RLinf data.pt, others a
+It checks headers, extents, cover, indexes, and that files were written to their end. A step may contain several
+checkpoints: a Trainer's has the model and DeepSpeed's folder, veRL's one for the actor and one for the critic. All of
+them must be valid. A step may also lack a part of the training state that most other steps have, because the job was
+killed before writing it (transformers 5.23 `trainer.py` writes trainer_state.json last, RLinf data.pt, others a
 marker).
 
-Cost: the headers of the steps that are asked for, and the names in all. What it does not do: read values.
+Cost: the headers of the requested steps, and the file names of all. What it does not do: read values.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Judged(NamedTuple):
     """A step, and what was found."""
 
     step: RunStep
-    sound: bool | None  # None where it is no checkpoint, or could not be judged (`sound.is_damage`)
+    sound: bool | None  # is it valid? None if it is no checkpoint, or could not be checked (`sound.is_damage`)
     why: str = ""
     codes: tuple[str, ...] = ()  # of the findings
     checkpoint: bool = True
@@ -60,17 +60,17 @@ class Judge:
         self._judged: dict[str, Judged] = {}
 
     def of(self, step: RunStep) -> Judged:
-        """What a step is: sound, broken, no checkpoint at all, or not to be judged (code in it, a disk that fails)."""
+        """The verdict on a step: valid, broken, no checkpoint, or undecided (it contains code, or the disk fails)."""
         if step.name not in self._judged:
             self._judged[step.name] = self._look(step)
         return self._judged[step.name]
 
     def newest(self) -> RunStep | None:
-        """The newest sound step."""
+        """The newest valid step, None if there is none."""
         return next((step for step in reversed(self.run.steps) if self.of(step).sound), None)
 
     def known(self, step: RunStep) -> Judged | None:
-        """What was found of a step, None where nobody has asked yet."""
+        """The verdict on a step if it was checked already, else None."""
         return self._judged.get(step.name)
 
     @cached_property
@@ -129,8 +129,8 @@ class Judge:
         return Judged(step, False, f"most other steps have {gone}, this one does not") if gone else Judged(step, True)
 
     def _lacking(self, step: RunStep) -> str:
-        """A part of a training state that most of the older steps, and of the newer ones that are sound, have, and this
-        one has not; "" for none."""
+        """A part of the training state that this step lacks, although most older steps and newer valid steps have it;
+        "" for none."""
         sound = {name for name, each in self._judged.items() if each.sound}
         older = [each.name for each in self.run.steps[: self.run.steps.index(step)]]
         others = [kinds for name, kinds in self._kinds.items() if name in {*older, *sound} - {step.name}]
@@ -193,7 +193,7 @@ def parts_of(path: str, reading: Reading, depth: int = 0) -> list[tuple[str, str
     entries = entries_of(tree) if tree.single is None else {}
     folders = [name for name, folder in entries.items() if folder]
     components = sorted(filter(_COMPONENT.fullmatch, folders))
-    if components:  # beside them lies what is no checkpoint of its own, such as a data loader's state
+    if components:  # other files next to them are no checkpoint, such as a data loader's state
         return [part for name in components for part in parts_of(f"{path.rstrip('/')}/{name}", reading, depth + 1)]
     here = registry.settle(registry.claims(tree))
     if tree.single is not None or (here and not _inside(tree)):

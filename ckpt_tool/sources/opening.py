@@ -54,7 +54,7 @@ def _none(state: str) -> bool:
 
 
 def _all(state: str) -> bool:
-    """Of every state."""
+    """Default of `held`: the target can store every state."""
     return True
 
 
@@ -65,8 +65,8 @@ class Opened(NamedTuple):
     format: Format
     catalog: Catalog
     resolved: str = ""  # why another folder than the given one was taken, "" where it was not
-    # the given folder then, whose side files are beside its pointer file; where the checkpoint lies in both, the one
-    # that was taken
+    # then the given folder, whose side files are next to its pointer file; if the checkpoint is in both folders, the
+    # one that was taken
     outer: Tree | None = None
 
     @property
@@ -90,15 +90,16 @@ class Opened(NamedTuple):
         held: Callable[[str], bool] = _all,
         removed: Container[TensorKey] = (),
     ) -> Opened:
-        """Itself, unless its pickles name code that only an unpickler would run: then UnsafeInput E0420, or what keeps
-        tensors from being read.
+        """Return self, or raise if a requested tensor cannot be read without executing code or at all.
 
         Args:
-            leaves: is a state left behind by the owner's word (`sources.select.left_by_word`)? Without the extras,
-                objects of the job's own classes are no hindrance, nor are those of a class that nothing else is of than
-                what stays behind; a tensor that hangs on one has a line of its own.
-            held: has the target a place for a state? Tensors that ask for no code are left behind where it has none.
-            removed: what is left behind by name.
+            leaves: is a state dropped at the user's request (`sources.select.left_by_word`)? If the extras are dropped,
+                custom classes in them do not matter. Otherwise a class does not matter if only dropped objects use it;
+                a tensor inside a custom object is listed on its own.
+            held: can the target store a state? If not, an unreadable tensor of it that needs no code is dropped.
+            removed: tensors dropped by name.
+
+        Raises UnsafeInput E0420 for pickles that name code, else the fault of the first unreadable tensor.
         """
         unread = [one for one in self.catalog.unread if not leaves(one.key.state) and one.key not in removed]
         gone = {line for one in self.catalog.unread for line in one.lines} - {
@@ -121,12 +122,12 @@ class Opened(NamedTuple):
         return self
 
     def _left_with(self, unread: Sequence[Unread]) -> frozenset[str]:
-        """The classes of objects that hold tensors, but of `unread` and of what is among the extras."""
+        """The classes of tensor-holding objects that are used neither by `unread` nor in the extras."""
         kinds = {one.kind for one in self.catalog.unread} - {one.kind for one in unread}
         return frozenset(kinds.difference(names_in(self.catalog.extras)))
 
     def own_objects(self) -> list[str]:
-        """Lines for the report on objects of the job's own classes, where they are left behind."""
+        """A line for the report on objects of the job's own classes that are left out; [] if there are none."""
         own = _once_a_class(filter(users_own, self.catalog.unsafe))
         shown = ", ".join(own[:5]) + (f" and {len(own) - 5} more" if len(own) > 5 else "")
         return [f"objects of the job's own classes are left out, and were never created: {shown}"] if own else []
@@ -239,9 +240,12 @@ def _find_in_memory(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, .
 
 
 def _refuse_code(tree: Tree, reading: Reading, fault: InputError) -> None:
-    """Raise UnsafeInput E0420 in place of `fault` where a pickle of the checkpoint names code: of two faults of a file
-    that is the one to know of. Looks at the files that formats claim, and at a single file; not at one of a checkpoint
-    that is read whole: what it names its folder tells, and what can be left behind there."""
+    """Raise UnsafeInput E0420 instead of `fault` if a pickle of the checkpoint names code, because that is the more
+    important of the two faults.
+
+    It examines the files that formats claim, or the single file. A single file that is only a part of a checkpoint is
+    skipped: opening its folder reports the code that it names, and what can be dropped.
+    """
     from ckpt_tool.storage.pickles.survey import unsafe_names
 
     if tree.single is not None and part_of(tree.single) and reading.from_format is None:
@@ -479,8 +483,8 @@ def _lies_here(claim: registry.Claim) -> bool:
 
 
 def _here_and_there(tree: Tree, below: Tree, here: list[registry.Claim], there: str) -> UnknownFormat:
-    """The error for a folder that holds a checkpoint and, in a step's folder, another: a Trainer's `model.safetensors`
-    beside DeepSpeed's `global_step500`. there: the step's folder, in words."""
+    """The error for a folder that contains a checkpoint and, in a step's folder, another: a Trainer's
+    `model.safetensors` next to DeepSpeed's `global_step500`. there: the step's folder, in words."""
     inner = " and ".join(claim.name for claim in registry.settle(registry.claims(below))) or "another checkpoint"
     return UnknownFormat(
         f"two checkpoints: {here[0].name} ({here[0].evidence.why}) and {inner} in {there}",

@@ -41,8 +41,10 @@ def state_filter(requested: Sequence[str], present: Iterable[str], *, option: st
 
 
 def left_by_word(requested: Sequence[str], dropped: Sequence[str] = ()) -> Callable[[str], bool]:
-    """Is a state left behind because `--state` asks for others, or `--drop` names it? What a format has no place for is
-    not: that is nobody's word."""
+    """A function: is a state dropped at the user's request, because `--state` lists others or `--drop` names it?
+
+    States that are dropped only because the format cannot store them do not count.
+    """
     taken = frozenset(requested or ("all",))
     gone = frozenset(dropped)
 

@@ -1,7 +1,7 @@
-"""What is wrong with a checkpoint, as findings: rows of a report that another command would raise as errors.
+"""Lists the faults of a checkpoint as findings: rows of a report, where other commands would raise errors.
 
-`findings_of` asks what headers show of an open checkpoint (`ckpt verify` in both modes, `ckpt latest`, `ckpt prune`);
-`findings_at` opens it too; `cut_short` looks whether files beside it that no reader takes (a Trainer's optimizer.pt)
+`findings_of` checks the headers of an open checkpoint (`ckpt verify` in both modes, `ckpt latest`, `ckpt prune`);
+`findings_at` opens it too; `cut_short` checks whether files next to it that no reader uses (a Trainer's optimizer.pt)
 were written to their end. Cost: headers, directories of zips, and pickles that are no zips.
 """
 
@@ -37,7 +37,7 @@ from ckpt_tool.storage.source import Tree
 # inform.
 UNSOUND = frozenset({"W-total-size", "W-header", "W-bool", "W-extra-tensors", "W-rank-file-missing", LFS_POINTER})
 DAMAGE = (CorruptFile, Incomplete, InconsistentCheckpoint)
-# What a damaged directory of a zip looks like: a reader can't tell it from a zip that was made to read as two.
+# The errors for a damaged zip directory; a reader can't distinguish it from a zip crafted to have two contents.
 ZIP_CONTRADICTIONS = frozenset({"E0430", "E0431", "E0432", "E0433", "E0434", "E0435", "E0436", "E0437", "E0438"})
 JSON_LIMIT = 64 << 20  # bytes: a trainer_state.json of a long run has some megabytes
 _PICKLES = (".pkl", ".pickle")
@@ -111,7 +111,7 @@ def _refuse_twins(opened: Opened) -> None:
     """Raise UnsafeInput (E0415) for a safetensors file that another tool would open as a zip of its own."""
     tree = opened.tree
     if opened.format.holds.safetensors:
-        for path in opened.catalog.files:  # a trainer's optimizer.pt beside the model is one of them
+        for path in opened.catalog.files:  # these may include pickles, such as a trainer's optimizer.pt
             if not path.endswith(".json") and looks_like_header(tree.head(path, 9), tree.size(path)):
                 refuse_twin(tree, read_header(tree, path, lenient=True))
 

@@ -1,7 +1,7 @@
-"""Whose names the tensors of a source have, where a tool saved it that its format does not tell.
+"""Describes the naming scheme of a source that was saved by a tool which its format does not reveal.
 
-mlx-lm saves folders that are the hub's in all but names and layouts (`systems.hub.passes.mlx_source`). A system that
-knows such a tool says so in its row (`formats.entry.System.source_names`).
+mlx-lm saves folders that equal the hub's except for names and layouts (`systems.hub.passes.mlx_source`). A system that
+recognises such a tool registers a hook (`formats.entry.System.source_names`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class SourceNames(NamedTuple):
     """The names that a tool gave to the tensors of a source."""
 
     dialect: str
-    kept: str  # why the names stay where nobody asks for others, "" where they need not
+    kept: str  # why the names are kept unless others are requested, "" if they need not be
     # (shapes, config, --family) -> the family and the dialect; raises where no rules describe the layout
     find_family: Callable[[Mapping[str, Shape], Config | None, str | None], FamilyMatch]
 

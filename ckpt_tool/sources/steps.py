@@ -37,10 +37,10 @@ _WORDS = re.compile(
     r"(?P<word>iter|iteration|global_?step|checkpoint|ckpt|step|epoch)[-_=]?(?P<number>\d{1,18})(?P<twin>_universal)?"
     rf"{_SUFFIX}?"
 )
-_NAMED = re.compile(  # Lightning's and NeMo's: what was measured stands in the name
+_NAMED = re.compile(  # Lightning's and NeMo's step names contain metrics, such as val_loss=0.1
     r"[\w.=+-]*?(?:epoch=(?P<epoch>\d{1,18})-)?(?<![\w])step=(?P<number>\d{1,18})(?:-[\w.=+-]*?)?" rf"{_SUFFIX}?"
 )
-UNFINISHED = "-unfinished"  # NeMo's marker beside a step, removed when it is written
+UNFINISHED = "-unfinished"  # suffix of NeMo's marker next to a step, which is removed when the step is complete
 
 
 class RunStep(NamedTuple):
@@ -66,7 +66,7 @@ class RunPointer(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A run's folder: its steps, the oldest first, what its pointer files name, and what else lies there."""
+    """A run's folder: its steps (the oldest first), what its pointer files name, and the other entries in it."""
 
     path: str
     steps: tuple[RunStep, ...]
@@ -102,13 +102,13 @@ def steps_in(tree: Tree) -> list[str]:
 
 
 def runs_in(tree: Tree) -> list[str]:
-    """The folders of a run in which its steps may lie."""
+    """The subfolders of a run that may contain its steps."""
     tops = {path.partition("/")[0] for path in tree.listing() if "/" in path}
     return [name for name in RUNS if name in tops]
 
 
 def pointed(text: str, there: Callable[[str], bool]) -> str:
-    """The folder that a pointer file means: a number is Megatron's or veRL's step. there: is there such a folder?"""
+    """The folder to which a pointer file refers; a number is a step of Megatron or veRL. there: does a folder exist?"""
     if not numeral(text):
         return text
     names = (step_name(int(text)), f"global_step_{int(text)}")
@@ -143,7 +143,7 @@ def run_below(tree: Tree, src: str) -> dict[str, Run]:
 
 
 def _run_in(tree: Tree, src: str) -> Run:
-    """The run whose steps lie directly in the tree."""
+    """The run whose steps are directly in the tree."""
     if tree.single is not None:
         return Run(src, (), ())
     entries = entries_of(tree)
@@ -195,12 +195,12 @@ def dangling_link(tree: Tree, file: str) -> str:
 
 
 def _fits(name: str, entries: Mapping[str, bool]) -> bool:
-    """May a step lie under this name? One that is a file has a suffix: NeMo's markers have none."""
+    """May this entry be a step? A step that is a file has a suffix, which NeMo's markers have not."""
     return (entries[name] and not name.endswith(UNFINISHED)) or re.search(rf"{_SUFFIX}$", name) is not None
 
 
 def entries_of(tree: Tree) -> dict[str, bool]:
-    """What lies directly in a folder -> is it a folder itself? Links count as what they lead to. Hidden ones are left
+    """The entries of a folder: name -> is it a folder? Links count as what they point to; hidden entries are left
     out."""
     if not tree.local:
         return {path.split("/")[0]: "/" in path for path in tree.listing() if not path.startswith(".")}

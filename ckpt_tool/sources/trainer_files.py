@@ -1,7 +1,7 @@
-"""Which files of a training step a trainer writes next to the weights: the job's own, known by their exact names.
+"""Lists the files that trainers write next to the weights of a step, by their exact names.
 
     checkpoint-100/optimizer.pt, rng_state_3.pth, trainer_state.json     transformers' Trainer
-    checkpoint-100/notes.txt, eval_results.json, plots/loss.png          nobody's here: a person's
+    checkpoint-100/notes.txt, eval_results.json, plots/loss.png          not listed: a person's own files
 
 What a reader takes (weights, indexes, states) and what a signature covers is not listed: readers say that themselves
 (`conversion.accounted`). A name counts only where the step shows that its trainer was there (`sign`), and only in the
@@ -43,7 +43,7 @@ class TrainerFiles(NamedTuple):
     """What one trainer writes into a step, next to the weights."""
 
     trainer: str
-    source: str  # where its names stand
+    source: str  # the file of the trainer's code that contains these names
     sign: str  # a path that only a step of this trainer has, "" where any step may have these files
     files: str  # the paths that are its own, below the folder that holds the sign
 

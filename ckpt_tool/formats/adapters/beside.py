@@ -1,11 +1,11 @@
-"""Weights in files of their own beside an adapter: what a trainer trained in full and PEFT does not save.
+"""Finds weights in separate files next to an adapter: those that were trained in full and that PEFT does not save.
 
     adapter_model.safetensors    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight, ...
     non_lora_state_dict.bin      base_model.model.visual.merger.mlp.0.weight, ...     whole tensors of the base
 
-They are read with the adapter, as its own whole tensors are (`modules_to_save`), so that folding puts them in the
-place of the base's. A file of weights that no name explains is an error wherever the adapter is folded or written
-(`refuse_unknown_weights`): a result that leaves a trained projector out looks complete and is not.
+They are read with the adapter, like its own full tensors (`modules_to_save`), so that merging puts them in place of
+the base's. A file of weights with an unknown name is an error wherever the adapter is merged or written
+(`refuse_unknown_weights`): a result without a trained projector would look complete and would not be.
 
 Source: LLaVA `train.py` and Qwen-VL-Series-Finetune `train_sft.py` (get_peft_state_non_lora_maybe_zero_3: all that has
 a gradient and no `lora_` in its name, under the wrapped model's names), LongLoRA `get_trainable_weights.py`.
@@ -39,8 +39,8 @@ _PART = re.compile(rf"({'|'.join(_STEMS)})-(\d{{5}})-of-(\d{{5}})(\.bin|\.safete
 _INDEXES = frozenset(f"{stem}{ending}.index.json" for stem in _STEMS for ending in (".bin", SAFETENSORS))
 _CONFIG_OF_BASE = "config.json"
 _OF_BASE = ("model.safetensors", "model-*-of-*.safetensors", "pytorch_model.bin", "pytorch_model-*-of-*.bin")
-# What trainers keep beside weights under the same endings. Words that weights may have in their names too (new
-# embeddings of a tokenizer, a scaler head) count with the endings alone that trainers give them: numbers, ranks,
+# Files that trainers store next to weights with the same suffixes. Words that may also occur in the names of weights
+# (new embeddings of a tokenizer, a scaler head) count only with the endings that trainers give them: numbers, ranks,
 # `state_dict`.
 _OF_TRAINING = re.compile(
     r"""
@@ -85,8 +85,8 @@ def refuse_lost_parts(names: Collection[str], path: str) -> None:
 
 
 def unknown_weights(names: Collection[str]) -> list[str]:
-    """Files beside an adapter that look like weights, and of which no name says what they are. Next to a config.json
-    the base's own files are known."""
+    """Files next to an adapter that look like weights and have an unknown name. If there is a config.json, the usual
+    names of the base model's files are known too."""
     known = set(trained_files(names))
     if _CONFIG_OF_BASE in names:
         known.update(name for name in names if _fits_any(name, _OF_BASE))
@@ -100,8 +100,7 @@ def _fits_any(name: str, patterns: Iterable[str]) -> bool:
 
 
 def refuse_unknown_weights(tree: Tree, files: Collection[str]) -> None:
-    """Raise UsageError E2931 for files of weights beside an adapter of which nothing says what they are. files: those
-    of the adapter."""
+    """Raise UsageError E2931 for files of weights with unknown names next to an adapter. files: the adapter's own."""
     names = tree.names() if tree.single is None else ()
     unknown = [name for name in unknown_weights(names) if name not in files]
     if unknown:

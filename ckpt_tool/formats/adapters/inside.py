@@ -62,7 +62,8 @@ _VOCABULARY = (
     "output",
     "token_embedding",
 )
-_WEIGHTS_OF_A_MODEL = 3  # frozen weights beside parts that bear the adapter's name: more than a trainer keeps by hand
+# Frozen weights next to parts with the adapter's name: more than a trainer would save deliberately.
+_WEIGHTS_OF_A_MODEL = 3
 
 
 class AdapterInside(NamedTuple):

@@ -38,8 +38,8 @@ def adapter_config(catalog: Catalog) -> Mapping[str, Any]:
 
 
 def is_adapter(keys: Iterable[TensorKey]) -> bool:
-    """Are these the tensors of an adapter alone: pairs of `lora_A` and `lora_B`, beside nothing but what PEFT saves
-    too?"""
+    """Are these the tensors of an adapter alone: pairs of `lora_A` and `lora_B`, and otherwise only tensors that PEFT
+    saves too?"""
     names = iter(keys)
     first = next(names, None)
     if first is None or not (first.name.startswith(_PREFIX) or ".lora_" in first.name):

@@ -1,17 +1,17 @@
-"""Boxes of a DCP save of very many ranks as columns, from the rows of `.metadata` up to the catalog.
+"""Stores the boxes of a DCP save of very many ranks as columns, from the rows of `.metadata` to the catalog.
 
-The one idea: what is asked of a million boxes (does each have an item, is each item a twin, do they tile the tensor) is
-asked of arrays; a `DcpPiece`, a `StoredArray` or a `Chunk` is made when somebody looks at it.
+The one idea: the checks of a million boxes (does each have an item, is each item a twin, do they tile the tensor) are
+array operations; a `DcpPiece`, a `StoredArray` or a `Chunk` is only created when it is accessed.
 
     rows of storage_data  -> Places     where the items of each tensor lie
     rows of chunks        -> Pieces     with those: a sequence of Piece
     items (dcp_compared)  -> Arrays     a sequence of StoredArray
     Pieces, Arrays        -> Columns    the chunks of a LogicalTensor
 
-`dcp_metadata` and `dcp_items` have the road by objects, and take it for whatever is not plain here: this module refuses
-nothing, it raises Irregular or says None. Numbers are int64, as `pickle_rows` takes them from the stream.
+`dcp_metadata` and `dcp_items` have the implementation with objects, which handles everything that is not regular here:
+this module reports no faults, it raises Irregular or returns None. Numbers are int64, as `pickle_rows` reads them.
 
-Cost: 0.3 us and 60 bytes a box. NumPy is loaded for it, so it is imported by those that met columns.
+Cost: 0.3 us and 60 bytes a box. It needs NumPy, so it is only imported where columns were found.
 """
 
 from __future__ import annotations
@@ -79,7 +79,10 @@ def _ordered(rows: Ints) -> Ints:
 
 
 class PieceLocations:
-    """Where the items of tensors lie. number: the id that stands for a text in the rows. paths: by the ids of files."""
+    """The locations of all tensors' items.
+
+    number: gives the id of a text, by which rows refer to it. paths: the path of each file, by its id.
+    """
 
     def __init__(self, number: Callable[[str], int]) -> None:
         self._number = number
@@ -89,7 +92,10 @@ class PieceLocations:
         self._of: dict[tuple[int, int], tuple[Ints, Ints]] = {}  # by dims and fqn
 
     def row(self, fqn: str, corner: tuple[int, ...], file: str, where: tuple[str, int, int]) -> None:
-        """An item that stands alone. where: path of the file, byte, length. Raises Irregular for larger numbers."""
+        """Add one item that is not part of a run of rows. Raises Irregular for numbers that do not fit a column.
+
+        where: (path of the file, byte, length).
+        """
         (path, at, length), number = where, self._number(file)
         if max(at, length) > LARGEST:
             raise Irregular
@@ -135,7 +141,7 @@ class PieceLocations:
                 self._of[dims, int(fqn[start])] = corners[start:stop], table[start:stop]
 
     def of(self, fqn: str) -> dict[tuple[int, ...] | None, tuple[str, int, int]]:
-        """The items of a tensor as the road by objects has them: offset -> (file, byte, length)."""
+        """The items of a tensor in the form of the implementation with objects: offset -> (file, byte, length)."""
         keys = [(dims, self._number(fqn)) for dims in range(RANK_LIMIT + 1)]
         return {
             tuple(corner): (self.paths[file], at, length)
@@ -144,7 +150,7 @@ class PieceLocations:
         }
 
     def pieces(self, fqn: str, shape: tuple[int, ...], boxes: tuple[Ints, Ints] | None) -> Pieces | None:
-        """The pieces of a tensor's boxes; None where one leaves the tensor, stands twice or has no item. Raises
+        """The pieces of a tensor's boxes. None if a box leaves the tensor, occurs twice or has no item. Raises
         Irregular for two items of one box."""
         dims, (corners, table) = len(shape), self._of.get((len(shape), self._number(fqn)), (None, None))
         if boxes is None or corners is None or table is None:
@@ -231,8 +237,11 @@ def sizes_of(run: RowRun) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
 
 
 class Pieces(OnDemand[DcpPiece]):
-    """The pieces of a tensor. offsets, extents: (pieces, dims). table: (pieces, 3), as Piece has them: file, whose path
-    is in `paths`, byte, length. No box stands twice."""
+    """The pieces of a tensor as columns. No box occurs twice.
+
+    offsets, extents: of shape (pieces, dims). table: of shape (pieces, 3), with the id of the file (its path is in
+    `paths`), the byte and the length.
+    """
 
     __slots__ = ("extents", "offsets", "paths", "table")
 
@@ -259,17 +268,20 @@ class Pieces(OnDemand[DcpPiece]):
 
 
 class PieceTable(NamedTuple):
-    """Where the items of a tensor's pieces lie."""
+    """The stored locations of a tensor's pieces, a row per piece."""
 
     files: Ints
     starts: Ints
     crcs: Ints
-    twins: Ints  # the number of each one's twin, -1 for one that has none
+    twins: Ints  # the index of each piece's twin, -1 if it has none
 
 
 class Arrays(OnDemand[StoredArray]):
-    """Where the bytes of a tensor's pieces lie. names: of files; twins: by their numbers; others: the arrays of pieces
-    without a twin, by the number of the piece. leads: first dims, of extent 1, that the arrays are given without."""
+    """The stored arrays of a tensor's pieces as columns.
+
+    names: of the files. twins: by their index. others: the arrays of pieces without a twin, by index of the piece.
+    leads: how many first dims, of extent 1, are removed from the arrays' shapes.
+    """
 
     __slots__ = ("leads", "names", "others", "table", "twins")
 
@@ -366,7 +378,7 @@ class DcpColumns(ChunkColumns):
             if starts[0] or (sides <= 0).any() or (sides[np.searchsorted(starts, along)] != widths).any():
                 return False
             cells *= len(starts)
-        return cells == len(self)  # a grid, of which no box stands twice
+        return cells == len(self)  # the boxes form a grid, and no box occurs twice, so they tile the tensor
 
     def records(self) -> Records:
         """The stored records that hold the arrays."""

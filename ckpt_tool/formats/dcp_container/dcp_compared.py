@@ -1,9 +1,9 @@
-"""The items of a DCP save of very many pieces, each file's compared with the first of their kinds in one call.
+"""Finds the arrays of a DCP save of very many pieces: one compiled call compares all items of a file with their twins.
 
-`dcp_items` says what a twin is, and reads whatever is none. The one idea: pieces are rows of one table, tensor behind
-tensor; what a call finds of a file's rows is put where they stand, and a tensor's `Arrays` are a part of the table.
+`dcp_items` defines twins, and reads all other items. The one idea: pieces are rows of one table, tensor after tensor;
+the results of a call are written into the file's rows, and a tensor's `Arrays` are a slice of the table.
 
-Cost: 1 us an item, most of it the pread. NumPy is loaded for it.
+Cost: 1 us an item, most of it the pread. It needs NumPy.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class _Comparing:
         return np.array(numbers, np.int32)[inverse.reshape(-1)]
 
     def _in_file(self, file: str, rows: Ints) -> None:
-        """Find the arrays of a file's rows, which are in the order in which they lie."""
+        """Find the arrays of a file's rows, which are sorted by their offset in the file."""
         left = rows
         if not self.items.in_safetensors(file) and not is_view(file):
             left = rows[~self._compared(file, rows)]

@@ -1,11 +1,11 @@
-"""The `.distcp` files of a new save: the mirror of `dcp_container.dcp_items`.
+"""Plans the `.distcp` files of a new save: the inverse of `dcp_container.dcp_items`.
 
-The one idea: a zip is laid out once for each dtype and shape and moved to where it belongs, and the boxes of a tensor
-are looked at once for all tensors that are cut alike (experts, layers): of each then only the bytes where its items
-begin are counted. What lies in a file is listed when somebody looks at it, which a dry run does not:
+The one idea: a zip is planned once for each dtype and shape and only shifted to its offset, and the boxes of a tensor
+are analysed once for all tensors with the same sharding (experts, layers): for each of these only the offsets of its
+items are computed. The content of a file is listed when it is accessed, which a dry run never does:
 
     96 experts in 8 boxes each   -> 96 `TensorShare`s of one cut; 768 numbers; sizes of files; `.metadata`
-    a file's literals, arrays    -> listed at the first look, and kept
+    a file's literals, arrays    -> listed at the first access, and kept
 
 Items begin at multiples of 64 bytes, so that storages are aligned in the file too (torch's do not; offsets are read
 from the metadata). They follow one another and each holds its array (`_ItemKind`), so no two overlap.
@@ -50,14 +50,13 @@ class StoredItem(NamedTuple):
 
 
 class TensorShare(NamedTuple):
-    """What wanted tensor number `tensor` is of a stored tensor: the items `cut` at position `lead` of its leading dims
-    (() where it has none: one tensor, one stored tensor), by ranks counted from `first`. Tensors that are cut alike
-    have one `cut`, the same object."""
+    """The part of a stored tensor that one wanted tensor fills."""
 
-    tensor: int
-    cut: tuple[StoredItem, ...]
+    tensor: int  # index of the wanted tensor
+    cut: tuple[StoredItem, ...]  # its items; the same object for all tensors with the same sharding
+    # its position in the leading dims of the stored tensor, () if the stored tensor is this one alone
     lead: tuple[int, ...] = ()
-    first: int = 0
+    first: int = 0  # added to the ranks of the items
 
 
 def torch_dtype(tensor: WantedTensor) -> DType:
@@ -83,13 +82,13 @@ class _File:
     patches: list[Patch] = field(default_factory=list)
 
     def append(self, size: int) -> int:
-        """The byte where an item of `size` bytes begins that now lies at the end."""
+        """Reserve `size` bytes for an item at the end of the file; returns the aligned offset at which it begins."""
         base = ceil_div(self.size, ALIGNMENT) * ALIGNMENT
         self.size = base + size
         return base
 
     def hold(self, base: int, made: TargetFile) -> None:
-        """A torch file as the item at `base`."""
+        """Add the content of a torch file as the item at `base`."""
         self.literals += [(base + at, data) for at, data in made.literals]
         before = len(self.arrays)
         self.arrays += [array._replace(offset=base + array.offset) for array in made.arrays]
@@ -138,8 +137,10 @@ class _Lot(NamedTuple):
     cut: tuple[StoredItem, ...]
 
     def begins(self, count: int) -> list[list[int]]:
-        """The bytes where the items begin of so many shares that now lie at the ends of the files. Each share lies as
-        far behind the one before as the second behind the first."""
+        """Reserve the items of `count` shares at the ends of the files; returns the offsets of each share's items.
+
+        The distance between consecutive shares is constant, so only the first two are computed one by one.
+        """
         pairs = [*zip(self.files, self.kinds, strict=True)]
         rows = [[file.append(kind.size) for file, kind in pairs] for _ in range(min(count, 2))]
         if count > 2:
@@ -168,7 +169,7 @@ class _Whole(NamedTuple):
 
 
 class ItemFiles:
-    """The `.distcp` files of a save in the making. entries: what lies in them, for the metadata; by key."""
+    """The `.distcp` files of a save that is being planned. entries: their content by key, for the metadata."""
 
     def __init__(self, tensors: Sequence[WantedTensor]) -> None:
         self.tensors = tensors
@@ -268,7 +269,7 @@ class ItemFiles:
         return TargetFile(file.path, file.size, literals, arrays, LazySequence(lambda: self._listed(file).patches))
 
     def _listed(self, file: _File) -> _File:
-        """A file with what lies in it: that of all files is listed at once."""
+        """The file with its content listed. The first call lists the contents of all files."""
         laid = self._unlisted
         self._unlisted = []
         for each in laid:
@@ -288,7 +289,7 @@ class ItemFiles:
         return found
 
     def places(self, files: Sequence[TargetFile]) -> ItemPlaces:
-        """Where the tensors lie. files: all of the target, the finished ones among them."""
+        """The locations of all tensors. files: all files of the target, including the ones planned here."""
         cuts: dict[int, tuple[tuple[StoredItem, ...], ...]] = {}
         whole: dict[int, TargetFile] = {}
         for each in self._laid:

@@ -2,9 +2,9 @@
 
     model.safetensors: a.w, model_ema.a.w     ->     a.w of the state model, a.w of the state ema
 
-Safetensors has one flat table of names, so a trainer that writes its whole module there writes the averages under
-names of their own. They are told as those of torch files are (`formats.state_dict.averages`): a name that is an
-average's, and a weight of the same shape for each. Cost: a look at the first word of each name.
+Safetensors has one flat table of names, so a trainer that saves its whole module there writes the averages under
+names of their own. They are recognised by the rules for torch files (`formats.state_dict.averages`): the name is an
+average's, and each has a weight of the same shape. Cost: a look at the first word of each name.
 """
 
 from __future__ import annotations

@@ -79,8 +79,10 @@ def read_index(tree: Tree, path: str) -> Index:
 
 
 def read_value(tree: Tree, path: str, *, lacking: bool = False) -> dict[str, Any]:
-    """The index at `path` as a value, checked in the same way: for members beside `weight_map`, and for an empty one.
-    lacking: may it have none?"""
+    """The index at `path` as a JSON value, with the same checks: for keys other than `weight_map`, and an empty map.
+
+    lacking: may `weight_map` be missing?
+    """
     _check_size(tree, path)
     shown = tree.display(path)
     value = _value(tree, path, shown, lacking=lacking)
@@ -199,7 +201,7 @@ class _Collected:
         self.joined: dict[bytes, bytearray] = {}
         self.counts: dict[bytes, int] = {}
         self.last = b""
-        self.rising = True  # each name so far is greater than the one before, so none stands twice
+        self.rising = True  # each name so far is greater than the one before, so none occurs twice
 
     def take(self, text: bytes) -> bool:
         """Take whole pairs, each closed by the comma; False where `text` is anything else."""
@@ -232,15 +234,15 @@ class _Collected:
             self.counts[file] = count + len(names)
 
     def names_differ(self) -> bool:
-        """Proof that no name stands twice: names in rising order (as transformers writes them), or else sorted hashes
-        without a pair, since equal names have equal hashes."""
+        """Is it certain that no name occurs twice? Proof is that names are in rising order (as transformers writes
+        them), or else that sorted hashes contain no pair, since equal names have equal hashes."""
         if self.rising:
             return True
         hashes = sorted(hash(name) for joined in self.joined.values() for name in bytes(joined).split(b"\n"))
         return all(map(int.__ne__, hashes, hashes[1:]))
 
     def shards(self) -> dict[str, NameColumn]:
-        """The columns; what was collected is gone after, so that it never lies in memory twice."""
+        """The columns. This consumes what was collected, so that it is never in memory twice."""
         found = {}
         for file in list(self.joined):
             found[file.decode("utf-8")] = NameColumn(bytes(self.joined.pop(file)), self.counts[file])

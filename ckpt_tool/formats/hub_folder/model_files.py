@@ -1,7 +1,8 @@
-"""Which files of a folder make up one Hugging Face model, by their names.
+"""Chooses the files of a folder that make up one Hugging Face model, by their names.
 
 The one idea: the choice is made once, from the listing, as a value that `detect` explains and `read` follows. In
-order: an index; DCP shards (`shard-00001-model-00001-of-00002.safetensors`) where no whole files lie beside them;
+order: an index; DCP shards (`shard-00001-model-00001-of-00002.safetensors`) if no files of full tensors are next to
+them;
 numbered files (`model-00001-of-00002.safetensors`); `model.safetensors`; all safetensors files there are.
 
     choose(["model.safetensors", "extra.safetensors", "config.json"]).files == ("model.safetensors",)
@@ -72,7 +73,7 @@ SIDEFILES_BY_NAME = (
 )
 
 NESTED = "huggingface/"  # where verl keeps what belongs to the model
-TOKENIZER = "tokenizer/"  # where Megatron-Bridge keeps the tokenizer's files beside the weights of a step
+TOKENIZER = "tokenizer/"  # where Megatron-Bridge stores the tokenizer's files, next to the weights of a step
 _NUMBERED = re.compile(r"(.+)-(\d{1,7})-of-(\d{1,7})\.safetensors")
 _DCP_SHARD = re.compile(r"shard-(\d{1,7})-model-(\d{1,7})-of-(\d{1,7})\.safetensors")
 _OF_A_RANK = re.compile(
@@ -98,9 +99,9 @@ class FileSet:
 
     kind: str  # `index`, `numbered`, `one`, `union` or `ranks`
     why: str  # in words for a person
-    files: tuple[str, ...] = ()  # weights, sorted ((): the index tells)
+    files: tuple[str, ...] = ()  # weights, sorted; () if the index lists them
     index: str | None = None
-    notes: tuple[Note, ...] = ()  # what lies beside them and is not taken
+    notes: tuple[Note, ...] = ()  # about files next to them that are not used
 
 
 ADAPTER = "adapter_model.safetensors"  # PEFT's, and a checkpoint of this format only where its config is lost
@@ -166,8 +167,8 @@ def names_of_index(index: str) -> tuple[str, str]:
 
 
 def claimed(chosen: FileSet, listing: Iterable[str]) -> frozenset[str]:
-    """The files of the set, by names: those of an index are the files with its stem. DCP's shards beside it count too:
-    they are another model, or the same again."""
+    """The files that belong to the set by their names; for an index, the files with its stem. DCP shards next to it are
+    included: they are another model, or the same model again."""
     listing = list(listing)
     shards = [name for name in listing if _DCP_SHARD.fullmatch(name)]
     if chosen.index is None:
@@ -206,7 +207,7 @@ def _whole_files(weights: list[str], prefer: str | None) -> FileSet:
         if found:
             stems.setdefault(found[1], []).append(name)
 
-    # transformers opens model.safetensors, whatever stands next to it: a variant's shards, another library's model.
+    # transformers opens model.safetensors, whatever is next to it: a variant's shards, another library's model.
     hub_file_first = STEM + SUFFIX in weights and STEM not in stems
     if stems and not hub_file_first and (STEM in stems or len(stems) == 1):
         stem = STEM if STEM in stems else next(iter(stems))
@@ -265,7 +266,7 @@ def check(chosen: FileSet, *, path: str) -> None:
 
 
 def ignored(listing: Iterable[str], taken: Iterable[str]) -> tuple[Note, ...]:
-    """A note that names the files that lie beside the checkpoint and are not read (`sharded/` has its own)."""
+    """A note on the files next to the checkpoint that are not read (those in `sharded/` have a note of their own)."""
     known = set(taken)
     left = [
         path
@@ -279,7 +280,7 @@ def ignored(listing: Iterable[str], taken: Iterable[str]) -> tuple[Note, ...]:
 
 
 def of_a_job(tree: Tree) -> tuple[str, ...]:
-    """The model's config and tokenizer beside a job's files, or in verl's `huggingface/`."""
+    """The model's config and tokenizer next to a job's files, or in verl's `huggingface/`."""
     if tree.single is not None:
         return ()
     beside = [path for path in tree.listing() if path.count("/") == path.startswith(NESTED)]
@@ -304,7 +305,7 @@ def side_files(tree: Tree) -> tuple[str, ...]:
 
 
 def is_sidefile(name: str) -> bool:
-    """Is it a small file beside the weights that a conversion copies as it is?"""
+    """Is it the name of a small file next to the weights that a conversion copies unchanged?"""
     return any(fnmatchcase(name, pattern) for pattern in SIDEFILES)
 
 

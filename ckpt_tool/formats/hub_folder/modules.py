@@ -1,11 +1,11 @@
-"""The modules of a sentence-transformers model: what lies beside the first one's weights and belongs to the model.
+"""Finds the further modules of a sentence-transformers model, which are stored next to the first module's weights.
 
     modules.json                       [{"idx": 0, "path": "", ...}, {"idx": 1, "path": "1_Pooling", ...}, ...]
     1_Pooling/config.json              a module without weights
     2_Dense/config.json, model.safetensors        one with weights of its own, small and cast as the first is on loading
 
-The first module is a model of transformers at the root. The others travel with it as they are, byte for byte. What a
-module keeps as a pickle (`2_Dense/pytorch_model.bin`) does not: that folder is refused by name (`formats.lookalikes`).
+The first module is a model of transformers at the root. The others are copied with it byte for byte, except modules
+with a pickle (`2_Dense/pytorch_model.bin`): such a folder is refused by name (`formats.lookalikes`).
 
 Source: sentence-transformers 6.2.0 `base/model.py` (modules.json), `base/modules/module.py` (`load_torch_weights`).
 Cost: one small file, where it is there.
@@ -55,7 +55,7 @@ def modules_note(tree: Tree) -> tuple[Note, ...]:
 
 
 def _paths(tree: Tree) -> list[str]:
-    """Where the modules lie, as far as the list is one."""
+    """The folders of the modules according to modules.json; invalid entries are left out."""
     from ckpt_tool.storage.texts import strict_json
 
     try:

@@ -63,7 +63,7 @@ def read_of(tree: Tree, files: Sequence[str], name: str, options: ReadOptions = 
 
 
 def note_ignored(tree: Tree, catalog: Catalog) -> Catalog:
-    """The catalog with a note on what else lies in the folder."""
+    """The catalog with notes on files in the folder that are not read."""
     listing = [] if tree.single else tree.seen(tree.listing())
     notes = (*hf_files.ignored(listing, (*catalog.files, *catalog.sidefiles)), *modules_note(tree))
     return replace(catalog, notes=(*catalog.notes, *notes)) if notes else catalog
@@ -145,7 +145,7 @@ def _read_indexed(tree: Tree, path: str, *, lenient: bool, forced: bool) -> tupl
     for file in missing:
         del shards[file]
 
-    del index  # its names go file by file as the headers' come, so that both never lie in memory whole
+    del index  # its names are released file by file as headers are read, so that both are never in memory completely
     headers: list[SafetensorsHeader] = []
     faults: list[CkptError] = []
     absent: list[tuple[str, str]] = []  # (tensor, file that should hold it)

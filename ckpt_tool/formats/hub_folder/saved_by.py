@@ -1,4 +1,4 @@
-"""SavedBy: the library that a safetensors file names as its own, where that tells how its tensors are laid out.
+"""SavedBy: the library that wrote a safetensors file, if the file names it and its tensors have another layout.
 
     __metadata__: {"format": "mlx"}     mlx-lm, whose experts and convolutions are not laid out as on the hub
     __metadata__: {"format": "pt"}      torch: nothing is noted

@@ -1,7 +1,7 @@
 """Per-rank safetensors shards of torch's distributed checkpoint: boxes of tensors, with their offsets in the metadata.
 
 `HuggingFaceStorageWriter(save_distributed=True)` writes `shard-{rank + 1:05d}-model-{file:05d}-of-{n:05d}.safetensors`.
-Each has in `__metadata__`, beside `format` and `DCP_VERSION`, a JSON text
+Each has in `__metadata__`, in addition to `format` and `DCP_VERSION`, a JSON text
 
     DCP_SHARDING_INFO = {"layers.0.w1.weight": {"saved_offsets": [7, 0]}, ...}
 
@@ -61,7 +61,7 @@ class PartTable(Mapping[TensorKey, LogicalTensor]):
             yield CatalogRow(name, MODEL, dtype, shape, dtype.nbytes(whole(shape).numel))
 
     def parted(self) -> Iterator[LogicalTensor]:
-        """The tensors that lie in parts."""
+        """The tensors that are stored in parts."""
         return iter(self.values())
 
     def _dtype(self, name: str) -> DType:
@@ -88,7 +88,11 @@ class PartTable(Mapping[TensorKey, LogicalTensor]):
 def gather(
     headers: Iterable[SafetensorsHeader], shown: Mapping[str, str], *, lenient: bool = False
 ) -> tuple[PartTable, tuple[Note, ...]]:
-    """The tensors of all shards. shown: what messages call each file. lenient: a part may lie in two files.
+    """The tensors of all shards.
+
+    Args:
+        shown: the name of each file in messages.
+        lenient: may a part be stored in two files?
 
     Raises CorruptFile (E0339) for sharding information that is wrong, InconsistentCheckpoint (E0384) for parts that
     disagree on dtype or rank, (E1631) for files that hold another's parts. Cover and overlap are `Catalog.check`'s.

@@ -1,7 +1,7 @@
-"""What torchao states of its tensors in the header of each safetensors file, without which no library builds them.
+"""Keeps torchao's description of its tensors in safetensors headers, without which no library can rebuild them.
 
-A tensor subclass lies as its parts (`weight_schemes.quantised_weights.subclass_part`); `__metadata__` has for each
-tensor of the whole model, in every file, a JSON text, and the list of them all:
+A tensor subclass is stored as its parts (`weight_schemes.quantised_weights.subclass_part`). In every file, the
+`__metadata__` has a JSON text for each tensor of the model, and the list of all of them:
 
     "m.weight": {"_type": "Int8Tensor", "_data": {"block_size": [1, 64], ...}, "_tensor_data_names": ["qdata", "scale"]}
     "m.bias": {"_type": "Tensor"}

@@ -1,14 +1,14 @@
-"""Averages of a model's weights (EMA) in forms that lose the names of the parameters: lists, and names without dots.
+"""Names averages of a model's weights (EMA) that are stored without the parameters' names: lists, names without dots.
 
     ema: {"decay": 0.999, "shadow_params": [T0, T1]}                torch_ema, diffusers' EMAModel, score_sde
     model_ema.diffusion_modelinput_blocks00weight                   LDM's LitEma: the parameter's name without dots
-    generator_ema.conv.weight beside generator.conv.weight          GAN trainers
+    generator_ema.conv.weight with generator.conv.weight            GAN trainers
     ema: {"ema_model.w": T0, "online_model.w": T1, "step": T2}      ema-pytorch
-    teacher.backbone.w beside student.backbone.w                    DINO, mean teachers; target_network. of BYOL
+    teacher.backbone.w with student.backbone.w                      DINO, mean teachers; target_network. of BYOL
 
-A list follows the order of the model's parameters, so it is laid over the model of the same file as an optimizer's
-numbers are: shape by shape, and only where one way fits. What fits in no way, or has no twin in the model, is refused
-under its own name: nobody may take an average for the model, nor mix the two.
+A list follows the order of the model's parameters, so it is aligned with the model of the same file as an optimizer's
+numbers are: by shapes, and only if exactly one alignment fits. An average that does not fit, or has no twin in the
+model, is refused under its own name, because it must neither be taken for the model nor mixed with it.
 
 Sources: torch_ema 0.3 `ema.py` (`state_dict`), diffusers 0.35 `training_utils.py` (`EMAModel.state_dict`), score_sde
 `models/ema.py`, latent-diffusion `ldm/modules/ema.py` (`m_name2s_name`), ema-pytorch 0.7 `ema_pytorch.py`. Cost: a few
@@ -151,8 +151,8 @@ def find_within(shapes: Mapping[str, Shape], trained: Collection[str] = ()) -> W
 
 
 def state_of_refused(name: str) -> str:
-    """The state of a tensor without a weight of its own: what may as well be a part of the model is asked for wherever
-    a model is, so that nobody loses it in silence.
+    """The state of a refused average. One that may be a part of the model counts as model, so that converting a model
+    never loses it silently.
 
     >>> state_of_refused("model_ema.w"), state_of_refused("teacher.w")
     ('ema', 'model')
@@ -163,10 +163,12 @@ def state_of_refused(name: str) -> str:
 def find_twins(
     names: Sequence[str], word: str, shapes: Mapping[str, Shape], live: Mapping[str, Shape]
 ) -> dict[str, str]:
-    """Which weight of the model each average below `word.` is of; {} unless all have one of their own shape.
+    """The weight of the model for each average below `word.`; {} unless all have a weight of the same shape.
 
     Args:
-        names: behind the word's dot. shapes: of these. live: the model's other weights.
+        names: of the averages, without `word.`.
+        shapes: of the averages.
+        live: the model's other weights.
     """
     wrapper = f"{_WRAPPER}."
     if names and all(name.startswith(wrapper) for name in names):  # torch's AveragedModel, timm's ModelEma
@@ -190,7 +192,7 @@ def find_twins(
 
 
 def refuse_twinless(word: str, name: str) -> InputError:
-    """The error (E2952) for an average in the model's own dict where not all below its word are of a weight there."""
+    """The error (E2952) for an average in the model's own dict if some tensors below its word match no weight."""
     return InputError(
         f"{word}.{name[:200]} is by its name of an average or of another second model ({word}), and the model does not"
         " have a weight of the same name and shape for each tensor of it",

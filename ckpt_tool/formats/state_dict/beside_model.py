@@ -1,13 +1,13 @@
-"""The optimizer that a trainer left in a file beside its model: its states under their parameters' names.
+"""Reads the optimizer that a trainer saved in a file next to its model, and names its states by their parameters.
 
     accelerator.save_state:  model.safetensors, optimizer.bin, scheduler.bin, random_states_0.pkl
     transformers' Trainer:   model.safetensors, optimizer.pt, scheduler.pt, rng_state.pth
 
-`optimizer.state_dict()` knows parameters by number (`formats.state_dict.optimizer_ids`). Whose each is follows from the
-order in which the model has them: that of a `.bin` file, else what `formats.state_dict.parameter_order` derives. Where
-nothing tells it the file stays unread, and a note says why: `conversion.selection` refuses to leave it behind unasked.
-transformers 5 has other parameters in memory than in its files (experts are fused), and it is these that are numbered:
-`ReadOptions.walked`.
+`optimizer.state_dict()` identifies parameters by number (`formats.state_dict.optimizer_ids`). Their names follow from
+the order in which the model has them: that of a `.bin` file, else what `formats.state_dict.parameter_order` derives. If
+neither gives an order, the file is not read, and a note gives the reason; `conversion.selection` refuses to drop it
+without `--drop`. transformers 5 has other parameters in memory than in its files (experts are fused), and numbers
+those in memory: `ReadOptions.walked`.
 
 Sources: accelerate 1.15.0 `checkpointing.py`, transformers 5.23.0 `trainer.py`. Cost: the pickles of two small files'
 heads. What it does not do: several models or optimizers (`model_1.safetensors`), 8-bit states, RNG states.

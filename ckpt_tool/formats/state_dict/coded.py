@@ -1,12 +1,12 @@
-"""States that torchao keeps as codes, in the pieces of a distributed checkpoint: their parts as whole tensors.
+"""Joins optimizer states that torchao quantised, in the pieces of a distributed checkpoint, into full tensors.
 
     exp_avg (128, 64) as rows 0-63 and 64-127, each an OptimState8bit with blocks of 256
       ->  exp_avg@codes U8 (128, 64) in two boxes, exp_avg@scale F32 (32,) in two boxes, exp_avg@qmap F32 (256,) twice
 
-Blocks run along a piece's own row-major line, so the scales of pieces of rows, one behind the other, are those of the
-whole; pieces along other dims have no such whole. Tables of values are replicas, compared when they are read.
-Source: torchao 0.18.0 `optim/adam.py` (`_new_buffer`: codes of a DTensor's local part). `pickles.coded_states` says
-what a piece holds. What it does not do: pieces of which some are plain.
+Blocks follow each piece's own row-major order. So if pieces are ranges of rows, their concatenated scales are those of
+the full tensor; pieces along other dims cannot be joined. Tables of values are replicas, compared when they are read.
+Source: torchao 0.18.0 `optim/adam.py` (`_new_buffer`: codes of a DTensor's local part). `pickles.coded_states` defines
+the content of a piece. What it does not do: pieces of which some are plain.
 """
 
 from __future__ import annotations

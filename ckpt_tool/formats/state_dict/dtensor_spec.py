@@ -1,4 +1,4 @@
-"""Where a rank's part of a DTensor lies in the whole: its mesh, its placements, its boxes.
+"""Computes which boxes of a DTensor a rank holds, from the tensor's mesh and placements.
 
 The one idea: a pickled DTensor names the whole tensor's shape, the mesh of ranks and how each mesh dim cuts the tensor;
 with the rank's number (the file's name has it) its box follows. `Shard(d)` over n ranks cuts a line of length S into
@@ -60,7 +60,7 @@ class RankMesh(NamedTuple):
     names: tuple[str, ...] = ()
 
     def coordinates(self, rank: int) -> tuple[int, ...] | None:
-        """Where `rank` stands; None when it is not in the mesh."""
+        """The index of `rank` in each mesh dim; None if it is not in the mesh."""
         if rank not in self.ranks:
             return None
         at = self.ranks.index(rank)
@@ -71,7 +71,7 @@ class RankMesh(NamedTuple):
         return tuple(reversed(out))
 
     def degrees(self) -> dict[str, int]:
-        """The house's mesh dims: dims of other names (`fsdp`, `ddp`, none) are data ranks."""
+        """The size of each of this package's mesh dims; dims of other names (`fsdp`, `ddp`, none) count as `dp`."""
         sizes: dict[str, int] = {}
         for size, name in zip(self.shape, self.names or ("dp",) * len(self.shape), strict=True):
             dim = _DIMS.get(name.lower(), "dp")
@@ -211,7 +211,7 @@ def read_placed(spec: Any, mesh: RankMesh, rank: int) -> DTensorPlacement:
 
 
 def _order(spec: PickledRecord, cuts: Sequence[DTensorCut | None], mesh: RankMesh) -> tuple[int, ...]:
-    """The mesh dims in cutting order; () where split factors have to be carried out as they stand."""
+    """The mesh dims in the order in which they cut; () if the split factors must be applied from left to right."""
     stated = (spec.state or {}).get("shard_order")
     usual = [m for m, cut in enumerate(cuts) if cut]
     if all(cut is None or cut.factor == 1 for cut in cuts):

@@ -1,13 +1,13 @@
-"""Parameters in parts: a tuple, a list or a dict of tensors where a module's state dict has one tensor.
+"""Detects parameters stored in parts: a tuple, a list or a dict of tensors in place of one tensor of a state dict.
 
-    {"fc.weight": (codes, scales), "fc.bias": T}          fc.weight is in parts: nobody but its writer knows how
+    {"fc.weight": (codes, scales), "fc.bias": T}          fc.weight is in parts, in a form that only its writer knows
     {"model": {"fc.weight": {"data": T}}, "epoch": 3}     so it is here
     {"model": {"layers": [{"w": T}, {"w": T}]}}           a tree of modules: layers.0.w, layers.1.w
-    {"fc.weight": T, "callbacks": {"best": T}}            a trainer's own value beside the model
+    {"fc.weight": T, "callbacks": {"best": T}}            a trainer's own value next to the model
     {"fc.weight": T, "fc._extra_state": {"scale": T}}     what a module keeps besides: extras
 
-Left out, the model would lack a weight; under names such as `fc.weight.0` it would have weights that no model has. So
-both are an error that names the place. Cost: a look at the words of each path.
+Dropping the parts would lose a weight; names such as `fc.weight.0` would create weights that no model has. So such
+parameters are an error that gives their path. Cost: a look at the words of each path.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Plain numbers under a parameter's name inside the model's state dict, which no file of tensors has a place for.
+"""Finds plain numbers under parameter names in a model's state dict, which files of tensors cannot store.
 
     {"model": {"w": T0, "logit_scale": 2.5}, "epoch": 3}       -> ("model", "logit_scale"); epoch is the trainer's
 
-A parameter that was saved with `.item()`, or as a scalar of NumPy, is no tensor and stays among the extras: a target
-without a place for extras leaves it behind, and a report that says "extras: model" names no parameter.
+A parameter that was saved with `.item()`, or as a NumPy scalar, is no tensor and becomes part of the extras: a target
+that cannot store extras drops it, and a report with "extras: model" would not name the parameter.
 
 Sources: torch 2.13 `nn/modules/module.py` (`get_extra_state`: any value may be in a state dict). Cost: a few set
-operations a tensor of a nested state. What it does not do: tell a parameter from a counter of the model, or numbers in
-a model that lies bare at the top, where each has its name in the report anyway.
+operations a tensor of a nested state. What it does not do: distinguish a parameter from a counter of the model, or
+find numbers in a model that is at the top of the state, where the report names each of them anyway.
 """
 
 from __future__ import annotations

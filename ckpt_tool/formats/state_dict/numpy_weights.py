@@ -1,13 +1,14 @@
-"""NumPy arrays in a nested training state: which of them are weights or states, and which are a trainer's own values.
+"""Decides which NumPy arrays in a nested training state are weights or states, and which are a trainer's own values.
 
     {"model": {"w": array, "b": T}}                     w is a tensor like b
     {"head.weight": array, "head.bias": array}          a model of arrays
     {"model": {...}, "rng": {"numpy": ("MT19937", array, 624, 0, 0.0)}}      no tensor
-    {"model": {...}, "class_weights": array}            no tensor: it is beside the model
+    {"model": {...}, "class_weights": array}            no tensor: it is outside the model
 
-Libraries that convert between frameworks save arrays where torch has tensors, and no pickle says which is meant. So the
-place decides: below a level that is called as models, averages, masters or optimizers are, and among tensors. Random
-states and an optimizer's groups stay values. Cost: a look at a dict's values, where it holds an array.
+Libraries that convert between frameworks save arrays in place of torch's tensors, and the pickle does not show which is
+meant. So the path decides: an array is a tensor below a level with the usual name of a model, average, master or
+optimizer, and in a dict of tensors. Random states and an optimizer's groups stay values. Cost: a look at a dict's
+values, if it contains an array.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def _is_root(word: str) -> bool:
 
 
 def as_tensor(array: NumpyArray) -> ArrayRef | Opaque | None:
-    """The array as a tensor; the record of one that can't be read where its elements are no numbers of a tensor's type;
-    None where it holds text, which nobody takes for a weight."""
+    """The array as a tensor. The record of an unreadable tensor if tensors have no such dtype; None if it holds text,
+    which is never a weight."""
     dtype = tensor_dtype(array.dtype) if array.dtype else None
     if dtype is not None and type(array.data) is bytes:
         return ArrayRef(array, dtype)

@@ -43,10 +43,11 @@ class Aligned(NamedTuple):
 def align(
     groups: Sequence[Any], moments: Mapping[int, Mapping[str, tuple[int, ...]]], model: Sequence[Candidate]
 ) -> Aligned:
-    """Lay an optimizer's numbers over the model's tensors.
+    """Find the parameter name for each number of an optimizer.
 
     Args:
-        groups: `param_groups` as plain values. moments: number -> state name -> shape.
+        groups: `param_groups` as plain values.
+        moments: number -> state name -> shape.
         model: the model's tensors in their own order.
     """
     numbers = numbers_of(groups)
@@ -86,7 +87,7 @@ def _by_param_names(groups: Sequence[Any], numbers: list[list[int]]) -> dict[int
 
 
 def shape_of(states: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
-    """The shape of the parameter that has these states; None when they do not tell."""
+    """The shape of the parameter that has these states; None if no state has its parameter's shape."""
     for name in SAME_SHAPE:
         if name in states:
             return states[name]

@@ -1,9 +1,9 @@
-"""In which order a trainer walked its model, where the file of the model does not keep it: safetensors sorts names.
+"""Derives the order in which a trainer's model yields its parameters, which safetensors files lose by sorting names.
 
-An optimizer numbers parameters as `model.parameters()` yields them: a module's own before those of its modules, and
-these as its class made them. Two things tell that order:
+An optimizer numbers parameters as `model.parameters()` yields them: a module's own before those of its submodules, and
+these in the order in which its class creates them. That order is known from two things:
 
-1. The class: `config.json` names it, and the classes of `MODEL_TYPES` make their modules in the order of `_SIBLINGS`.
+1. The class: `config.json` names it, and the classes of `MODEL_TYPES` create their modules in the order of `_SIBLINGS`.
 2. The tree of modules and the optimizer's shapes. Modules of a list follow its numbers, those of one list are alike,
    `weight` comes before `bias`; which of other siblings comes first is tried. One order that fits is an answer, two
    are none: in most decoders two norms of a layer are alike.
@@ -35,7 +35,8 @@ MODEL_TYPES = frozenset(
     starcoder2
     """.split()
 )
-# Parts of names, each before all later ones that stand beside it; with `!` of the classes that have it early
+# Parts of names in the order in which classes create them, among siblings of one module; `!` marks classes that create
+# a part early.
 _SIBLINGS = """
     c_attn c_fc c_proj dense_h_to_4h dense_4h_to_h dt_bias A_log D conv1d embed_tokens gate_up_proj
     gate_up_proj_bias layers final_layernorm ln_1 model norm1 norm2 attn ln_2 patch_embed pos_embed blocks
@@ -89,8 +90,9 @@ def tree_order(shapes: Mapping[str, Shape], groups: Sequence[Sequence[Shape | No
     """The one order of parameters in which each group's shapes follow each other; None where there is none, or more.
 
     Args:
-        shapes: of the model's tensors. groups: the shapes of each group's parameters in the order of their numbers,
-            None where nothing tells one. Tensors in no group (buffers, what is frozen) are passed over.
+        shapes: of the model's tensors.
+        groups: the shapes of each group's parameters in the order of their numbers, None for an unknown shape. Tensors
+            in no group (buffers, frozen weights) are skipped.
     """
     search = _Search(shapes, groups)
     found: dict[tuple[tuple[str, ...], ...], list[str]] = {}
@@ -109,7 +111,7 @@ class _ModulePlace(NamedTuple):
 
     prefix: str
     rest: tuple[str, ...]
-    below: _ModulePlace | None  # the rest of those that it lies in
+    below: _ModulePlace | None  # what remains of the modules that contain it
 
 
 class _TakenLeaf(NamedTuple):

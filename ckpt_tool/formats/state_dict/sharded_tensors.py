@@ -1,9 +1,9 @@
-"""Where a rank's part of a ShardedTensor lies in the whole: FSDP1's sharded state dicts, saved by `torch.save`.
+"""Reads which box of a ShardedTensor a rank holds, for FSDP1's sharded state dicts saved by `torch.save`.
 
     0.weight (10, 6):  rank 0 has the shard [0, 0] (5, 6), rank 1 the shard [5, 0] (5, 6)
 
-Each rank's pickle holds its own shard and the metadata of all of them, so a box is stated and need not be reckoned.
-What one rank states has to be what the others state, and a stated shard that no file has is missing.
+Each rank's pickle contains its own shard and the metadata of all shards, so a box need not be computed. All ranks must
+state the same metadata, and a shard that is stated but is in no file is missing.
 
 Source: torch 2.13 `distributed/_shard/metadata.py`, `distributed/_shard/sharded_tensor/{api,metadata,shard}.py`
 (`ShardedTensor.__getstate__`), `distributed/fsdp/_shard_utils.py`. FSDP1's flat parameters (`LOCAL_STATE_DICT`) are

@@ -1,6 +1,6 @@
-"""The words by which trainers' nested states call their parts: a model, an optimizer, EMA, masters, moments.
+"""The names that trainers give to the parts of nested states: a model, an optimizer, EMA, masters, moments.
 
-Sources: those of `formats.state_dict.paths`, which says what each means where it stands.
+Sources: those of `formats.state_dict.paths`, which defines the meaning of each name by its position.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SECOND_MODELS = frozenset(
         *("momentum_encoder", "momentum_model", "shadow"),
     )
 )
-# What the model is called next to one of those, where it does not lie bare
+# Names of the model next to a second model of one of those names, unless the model's tensors are at the top.
 LIVE_MODELS = (
     *("student", "student_model", "model_student", "online", "online_model", "online_network", "online_net"),
     *("online_encoder", "policy", "encoder", "network", "net", "model", "module", "params"),
@@ -54,7 +54,8 @@ MASTER_ROOTS = frozenset(
 MASTER_STATES = frozenset(
     ("master", "master_param", "master_params", "master_weight", "master_weights", "fp32", "fp32_param", "main_param")
 )
-# Of their parameter's own shape, in torch.optim, apex and bitsandbytes' fp32 states: the first that is there tells it
+# States with their parameter's shape, in torch.optim, apex and bitsandbytes' fp32 states; the first one present is used
+# to infer it.
 SAME_SHAPE = (
     "exp_avg",
     "exp_avg_sq",
