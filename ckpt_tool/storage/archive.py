@@ -1,12 +1,12 @@
-"""A tar archive as a tree: its members are read where they lie, nothing is unpacked.
+"""A tar archive as a tree: its members are read in place, nothing is unpacked.
 
     model.nemo                       ./model_config.yaml   bytes [512, 2,560) of the file
                                      ./model_weights/.metadata, ./model_weights/__0_0.distcp, ...
 
 What NeMo calls `.nemo` is such an archive: known by `model_config.yaml` or `model_weights` among its members, not by
 its name. A member is a range of one file, so an archive behind a URL is read by ranges too. `tarfile` reads the headers
-(GNU and PAX names); members that are no plain files, lie in several pieces or bear another's name are refused, names
-are held to the rules of every name that a file states.
+(GNU and PAX names); members that are not regular files, are sparse or have the name of another member are refused, and
+names must be safe relative paths (`safe_relative`).
 
 Source: NVIDIA-NeMo/NeMo 2.5.0rc0 `core/connectors/save_restore_connector.py` (`_make_nemo_file_from_folder`: `w:`, no
 compression; older ones are gzipped, which no range can be read of: refused with what to do). Cost: a read a member.
@@ -31,14 +31,13 @@ DAMAGED = "E2795"
 ODD = "E2796"
 _HEAD = 512  # bytes
 _HEADER_LIMIT = 1 << 20  # bytes of one read of a header: names have some hundred
-_PADDING = 1 << 16  # bytes behind the last member at most: a mark of the end, and zeros up to a record
+_PADDING = 1 << 16  # bytes after the last member, at most: the end mark, and zeros up to a full record
 _OF_NEMO = ("model_config.yaml", "model_weights")
 
 
 class TarMember(NamedTuple):
-    """Where a member lies in the archive."""
+    """The place of a member in the archive, in bytes."""
 
-    # start, size: bytes
     start: int
     size: int
 
@@ -85,9 +84,11 @@ class ArchiveTree(Tree):
         return self._archive.bytes_read
 
     def check_unchanged(self, *, pointers: bool = True) -> None:
+        """As `Tree.check_unchanged`, for the archive."""
         self._archive.check_unchanged(pointers=pointers)
 
     def listing(self) -> dict[str, int]:
+        """Path -> size in bytes of every member."""
         if self._listing is None:
             found = {path: member.size for path, member in self._members.items()}
             self._check_case(found)
@@ -95,6 +96,7 @@ class ArchiveTree(Tree):
         return self._listing
 
     def below(self, folder: str) -> Tree:
+        """The members below a folder of the archive, as a tree."""
         front = f"{folder}/"
         inside = {path[len(front) :]: each for path, each in self._members.items() if path.startswith(front)}
         return ArchiveTree(self._archive, inside, self.display(folder))
@@ -116,6 +118,7 @@ class ArchiveTree(Tree):
         )
 
     def fd(self, path: str) -> int:
+        """Raises as `open`."""
         return self.open(path)
 
     def identity(self, path: str) -> Identity:
@@ -124,10 +127,12 @@ class ArchiveTree(Tree):
         return self._archive.identity(self._file)._replace(size=member.size)
 
     def identity_by_name(self, path: str) -> Identity:
+        """The archive's as it is now, with the member's size."""
         member = self._member(base_of(path))
         return self._archive.identity_by_name(self._file)._replace(size=member.size)
 
     def size(self, path: str) -> int:
+        """The size in bytes of a member or a view."""
         return self.views.size(path) if is_view(path) else self._member(path).size
 
     def expect(self, ranges: Iterable[tuple[str, int, int]], *, then: bool = False) -> None:
@@ -136,6 +141,7 @@ class ArchiveTree(Tree):
         self._archive.expect(((self._file, at, nbytes) for at, nbytes in places), then=then)
 
     def view(self, path: str, offset: int, nbytes: int) -> bytes | memoryview:
+        """As `read`, without a copy if the archive's tree can avoid one."""
         if is_view(path):
             return self.views.read(path, offset, nbytes)
         member = self._member(path)
@@ -148,11 +154,12 @@ class ArchiveTree(Tree):
         return bytes(self.view(path, offset, nbytes))
 
     def close(self) -> None:
+        """Close the archive's descriptors."""
         self._archive.close()
 
 
 def unpacked(tree: Tree) -> Tree:
-    """The tree of the members where the tree is one file, an archive of NeMo's; any other as it is.
+    """The tree of the members if `tree` is a single file that is a NeMo archive; any other tree unchanged.
 
     Raises CorruptFile E2795 (an archive that ends early or has damaged headers), UnsafeInput E2796 and
     E0410 (members that are no plain files, names that lead elsewhere)."""

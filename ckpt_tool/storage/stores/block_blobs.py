@@ -88,6 +88,7 @@ class Container(PutsWhole):
     # -- blobs ------------------------------------------------------------------------------------------------------
 
     def objects(self) -> dict[str, int]:
+        """See `OutputStore.objects`."""
         return {key: blob.size for key, blob in self._listed().items()}
 
     def listing(self) -> StoreListing:
@@ -115,6 +116,7 @@ class Container(PutsWhole):
         return {name.lstrip("/"): blob for name, blob in found.items() if name == "" or (name[0] == "/" and name[1:])}
 
     def note(self, key: str, name: str) -> str | None:
+        """See `OutputStore.note`."""
         metadata = self._request(lambda: self._blob(key).get_blob_properties().metadata, key, "looking at")
         value: str | None = metadata.get(_word(name))
         return value
@@ -230,6 +232,7 @@ class Container(PutsWhole):
         return sorted(found, key=lambda each: (each.begun, each.key))
 
     def parts(self, key: str, upload: str) -> dict[int, Sent]:
+        """See `OutputStore.parts`."""
         found = {}
         for name, nbytes in self._sizes(key, "uncommitted").items():
             plain = base64.b64decode(name)
@@ -256,9 +259,11 @@ class Container(PutsWhole):
         return self._client.get_blob_client(f"{self._base}/{key}" if key else self._base)
 
     def display(self, key: str) -> str:
+        """See `OutputStore.display`."""
         return f"{self.shown}/{key}" if key else self.shown
 
     def at_url(self, url: str) -> Container:
+        """See `OutputStore.at_url`."""
         base = url.partition("://")[2].partition("/")[2]
         return Container(self._client, self.name, base.strip("/"), url.rstrip("/"))
 

@@ -95,10 +95,12 @@ class FsspecStore:
         return cls(fs, base, shown or url, query)
 
     def single(self) -> StoreEntry | None:
+        """See `Store.single`."""
         info = self._info("")
         return _entry(info) if info["type"] == "file" else None
 
     def list(self) -> dict[str, StoreEntry]:
+        """See `Store.list`."""
         try:
             entries = self._fs.find(self._base, withdirs=False, detail=True)
         except _errors() as e:
@@ -106,10 +108,12 @@ class FsspecStore:
         return {name.removeprefix(self._base).lstrip("/"): _entry(info) for name, info in entries.items()}
 
     def look(self, key: str) -> StoreEntry:
+        """See `Store.look`."""
         self._fs.invalidate_cache()
         return _entry(self._info(key))
 
     def get(self, key: str, start: int, stop: int, pinned: StoreEntry) -> Parts:
+        """See `Store.get`."""
         try:
             data: bytes = self._fs.cat_file(self._place(key), start=start, end=stop)
         except FileNotFoundError:
@@ -121,12 +125,14 @@ class FsspecStore:
         return [memoryview(data)]
 
     def parent(self, name: str) -> FsspecStore:
+        """See `Store.parent`."""
         above, _, last = self._base.rpartition("/")
         store = FsspecStore(self._fs, above, self._shown.rpartition("/")[0], self._query)
         store._places[name] = last
         return store
 
     def below(self, folder: str) -> FsspecStore:
+        """See `Store.below`."""
         return FsspecStore(self._fs, f"{self._base}/{folder}", f"{self._shown.rstrip('/')}/{folder}", self._query)
 
     def _place(self, key: str) -> str:

@@ -2,8 +2,8 @@
 
 glibc gives each thread a heap of its own, up to eight a core, and each keeps what its thread has freed: answers of
 4 MiB that come in sixteen threads stay in as many heaps. With two the same reading takes 122 MiB in place of 169, and
-no more CPU (2026-11-25, 1 GiB). But a heap gives back to the kernel what is free at its end, and every answer's pages
-are then made anew, 100,000 in a GiB: 0.3 s of CPU. With 24 MiB kept there, 20,000. That setting alone would make
+no more CPU (2026-11-25, 1 GiB). But a heap returns free memory at its end to the kernel, and the pages of every answer
+are then mapped again, 100,000 in a GiB: 0.3 s of CPU. With 24 MiB kept there, 20,000. That setting alone would make
 malloc map each answer by itself (0.7 s), so `M_MMAP_THRESHOLD` goes with it. Source: mallopt(3).
 """
 

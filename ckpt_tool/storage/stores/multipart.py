@@ -88,22 +88,23 @@ class ListedObject(NamedTuple):
 
 
 class StoreListing(NamedTuple):
-    """What lies at a place and below it, by key, and the store's time when it said so."""
+    """The objects at a place and below it."""
 
-    now: float
-    objects: dict[str, ListedObject]
+    now: float  # the store's clock at the time of the listing, seconds since 1970
+    objects: dict[str, ListedObject]  # by key
 
 
 class PartBody(Seekable):
-    """A part as a file that boto3 reads: of plain bytes it would make a copy for every thread that sends, and a file it
-    would send in pieces of 16 KiB."""
+    """A part as a file object for boto3, which would copy plain bytes for every sending thread, and would send an
+    ordinary file in pieces of 16 KiB."""
 
     def __init__(self, data: bytearray) -> None:
         super().__init__(len(data))
         self._data = memoryview(data)
 
     def read(self, size: int = -1) -> Any:
-        """The bytes where they lie, more than are asked for: who sends takes what comes."""
+        """A slice of the part without a copy, which may be longer than `size`: the HTTP client sends whatever it
+        gets."""
         some = self._data[self._at : self._at + (AT_ONCE if size >= 0 else len(self._data))]
         self._at += len(some)
         return some
@@ -192,10 +193,11 @@ class WritableBucket(PutsWhole):
     # -- objects ----------------------------------------------------------------------------------------------------
 
     def objects(self) -> dict[str, int]:
-        """key -> bytes of what lies at the place ("" is the place itself) and below it."""
+        """Key -> bytes of the objects at the place ("" is the place itself) and below it."""
         return {key: each.nbytes for key, each in self.listing().objects.items()}
 
     def listing(self) -> StoreListing:
+        """See `OutputStore.listing`."""
         found = dict[str, ListedObject]()
         now = 0.0
         for page in self._pages("list_objects_v2", Prefix=self._base):
@@ -230,6 +232,7 @@ class WritableBucket(PutsWhole):
         return body
 
     def get(self, key: str) -> bytes | None:
+        """See `OutputStore.get`."""
         from botocore.exceptions import ClientError
 
         def ask() -> bytes | None:
@@ -245,12 +248,14 @@ class WritableBucket(PutsWhole):
             return self._patiently(ask, key)
 
     def remove(self, key: str, *, etag: str = "") -> None:
+        """See `OutputStore.remove`."""
         condition = {"IfMatch": f'"{etag}"'} if etag else {}
         self._request("delete_object", key, **condition)
 
     # -- parts ------------------------------------------------------------------------------------------------------
 
     def begin(self, key: str, notes: Mapping[str, str]) -> str:
+        """See `OutputStore.begin`."""
         with_crcs = self._begin_with_crcs(key, notes) if self._crcs else ""
         if with_crcs:
             return _CRC + with_crcs
@@ -314,6 +319,7 @@ class WritableBucket(PutsWhole):
             return ""
 
     def abort(self, key: str, upload: str) -> None:
+        """See `OutputStore.abort`."""
         try:
             self._request("abort_multipart_upload", key, UploadId=_id(upload))
         except StorageError as e:
@@ -348,9 +354,11 @@ class WritableBucket(PutsWhole):
         return f"{self._base}/{key}" if key else self._base
 
     def display(self, key: str) -> str:
+        """See `OutputStore.display`."""
         return f"{self.shown}/{key}" if key else self.shown
 
     def at_url(self, url: str) -> WritableBucket:
+        """See `OutputStore.at_url`."""
         base = url.partition("://")[2].partition("/")[2]
         return WritableBucket(self._client, self.name, base.strip("/"), url.rstrip("/"))
 

@@ -28,8 +28,8 @@ T = TypeVar("T")
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
 CONNECT = timedelta(seconds=5)  # how long a connection may take
 STALL = timedelta(seconds=15)  # how long a body may send nothing
-SOME = 256 << 10  # bytes of an answer that are taken over at once: of whole answers malloc makes the pages anew
-# What else is given makes the client panic, which is no Exception in Python.
+SOME = 256 << 10  # bytes of an answer per buffer: for buffers of whole answers malloc would map new pages each time
+# Any other form makes the Rust client panic, which Python code can't catch as an Exception.
 _ENDPOINT = re.compile(r"https?://(?:[^@/?#\s]*@)?(?:[\w.-]+|\[[0-9A-Fa-f:.]+\])(?::\d+)?(?:[/?#]\S*)?")
 _FILE = re.compile(r"\.(safetensors|pt|pth|bin|ckpt|distcp|pdparams|pdopt|json|index|gguf|zip)$")
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -39,7 +39,7 @@ _RECORDS = re.compile(rf"/\.([^/]+){re.escape(STAGED)}(?:/.*)?$")
 
 
 class Cloud(NamedTuple):
-    """What errors say of one of the three."""
+    """The words in which errors describe one of the three stores."""
 
     name: str
     keys: str  # the variables of its credentials, in words
@@ -104,7 +104,7 @@ class ObjectStore:
             )
         return cls(_opened(cloud, bucket, shown or url), cloud, bucket, key.strip("/"), shown or url)
 
-    # -- what lies there --------------------------------------------------------------------------------------------
+    # -- objects ----------------------------------------------------------------------------------------------------
 
     def single(self) -> StoreEntry | None:
         """The one object that the URL names, None for a folder of objects."""
@@ -112,13 +112,14 @@ class ObjectStore:
             try:
                 return self.look("")
             except FileNotFoundError:
-                pass  # a folder may be called out.ckpt
+                pass  # a folder may have such a name too, as out.ckpt
         self._listed = self._list()
         if self._listed or not self._base:
             return None
         return self.look("")
 
     def list(self) -> dict[str, StoreEntry]:
+        """See `Store.list`. The listing that `single` needed is used once."""
         listed = self._listed
         self._listed = None
         return self._list() if listed is None else listed
@@ -141,11 +142,13 @@ class ObjectStore:
         return found
 
     def look(self, key: str) -> StoreEntry:
+        """See `Store.look`."""
         import obstore
 
         return self._request(lambda: _entry(obstore.head(self._store, self._key(key))), key, "looking at")
 
     def get(self, key: str, start: int, stop: int, pinned: StoreEntry) -> Parts:
+        """See `Store.get`."""
         import obstore
 
         options: dict[str, Any] = {"range": (start, stop)}
@@ -161,12 +164,14 @@ class ObjectStore:
         return self._request(ask, key, "reading", start)
 
     def parent(self, name: str) -> ObjectStore:
+        """See `Store.parent`."""
         above, _, last = self._base.rpartition("/")
         store = self._at(above, self._shown.rstrip("/").rpartition("/")[0])
         store._keys[name] = last
         return store
 
     def below(self, folder: str) -> ObjectStore:
+        """See `Store.below`."""
         return self._at(self._key(folder), f"{self._shown.rstrip('/')}/{folder}")
 
     def _at(self, key: str, shown: str) -> ObjectStore:

@@ -1,4 +1,4 @@
-"""The store that an output grows in, by its URL: objects made of parts, that appear when they are completed."""
+"""The interface of a store for outputs: objects are sent in parts, and become visible when they are completed."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ class OutputStore(Protocol):
     shown: str
 
     def objects(self) -> dict[str, int]:
-        """key -> bytes of what lies at the place and below it."""
+        """Key -> bytes of the objects at the place and below it."""
         ...
 
     def listing(self) -> StoreListing:
-        """The same with the times that the store says."""
+        """The same objects, with times by the store's clock and ETags."""
         ...
 
     def note(self, key: str, name: str) -> str | None:
-        """What was noted on an object under a name."""
+        """The value of metadata `name` that `put`, `begin` or `complete` set on an object, None if there is none."""
         ...
 
     def put(self, key: str, data: bytes | bytearray, notes: Mapping[str, str], *, new: bool) -> None:
-        """A whole object at once. new: raise OutputExists where there is one."""
+        """Write an object with one request. notes: its metadata. new: raise OutputExists if an object exists there."""
         ...
 
     def create(self, key: str, data: bytes) -> bool:
-        """A small object where there is none. False where there is one, other than by a request of ours whose answer
-        was lost."""
+        """Create a small object if none exists. Returns False if one does, unless it came from this very call, in a
+        request whose answer was lost."""
         ...
 
     def read(self, key: str, nbytes: int) -> Iterator[bytes]:
@@ -41,28 +41,28 @@ class OutputStore(Protocol):
         ...
 
     def get(self, key: str) -> bytes | None:
-        """A small object, None where there is none."""
+        """The content of a small object, None if it does not exist."""
         ...
 
     def remove(self, key: str, *, etag: str = "") -> None:
-        """Remove an object, if it is there; with `etag` only the one that has it, as far as the store knows such
-        conditions."""
+        """Remove an object if it exists; with `etag` only if it has that ETag, on stores that support the condition."""
         ...
 
     def begin(self, key: str, notes: Mapping[str, str]) -> str:
-        """An upload of parts; what the others take for `upload`."""
+        """Begin an upload in parts. Returns its id, the `upload` of the other methods."""
         ...
 
     def part(self, key: str, upload: str, number: int, data: bytearray) -> str:
-        """Send part `number` (from 1), any number of times; the store checks what comes. Returns its ETag."""
+        """Send part `number` (from 1); may be repeated. The store verifies a checksum. Returns the part's ETag."""
         ...
 
     def complete(self, key: str, upload: str, etags: Mapping[int, str], notes: Mapping[str, str], *, new: bool) -> None:
-        """Make the object of its parts. notes: as `begin`. new: raise OutputExists where there is one."""
+        """Assemble the object from its parts and make it visible. notes: as in `begin`. new: raise OutputExists if an
+        object exists there."""
         ...
 
     def abort(self, key: str, upload: str) -> None:
-        """Give up an upload and its parts; one that has ended is none."""
+        """Discard an upload and its parts. Does nothing if the upload has ended."""
         ...
 
     def pending(self) -> list[Pending]:
@@ -70,7 +70,7 @@ class OutputStore(Protocol):
         ...
 
     def parts(self, key: str, upload: str) -> dict[int, Sent]:
-        """What the store has of an upload."""
+        """Part number -> ETag and size of the parts of an upload that the store has."""
         ...
 
     def display(self, key: str) -> str:
@@ -83,7 +83,7 @@ class OutputStore(Protocol):
 
 
 def staging_url(url: str) -> str:
-    """Where the workers that share an output out keep their records: the hidden name beside it.
+    """The URL of the records of workers that write one output together: a hidden name next to the output.
 
     >>> staging_url("s3://bucket/run/out")
     's3://bucket/run/.out.ckpt-partial'

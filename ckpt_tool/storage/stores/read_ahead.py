@@ -1,14 +1,14 @@
-"""Bytes of a store that a thread will want, fetched before it asks for them, many requests at once.
+"""Prefetching from a store: bytes that a thread has announced are fetched before it reads them, many requests at once.
 
     ahead.expect([("model-1.safetensors", 8 << 20, 64 << 20), ...])     # in the order in which they will be read
     ahead.take("model-1.safetensors", at, end)           # waits for the piece that holds `at`; in parts, as it came
 
-Ranges of one file that lie near each other become one request, long ones requests of 4 MiB, cut where objects have
-multiples of that. Requests are begun in the order that was stated, as long as what is under way or unread stays below
-`WINDOW` of all threads or `SHARE` of this one; one that is wanted out of turn is begun at once. What lies before a
-file's last read is forgotten, and so is everything when new ranges are expected; what comes after those (`then`) is
-kept apart, since it may lie before them in the same file.
-Memory: `WINDOW`, or `SHARE` a thread where that is more, and what the last reads hold.
+Ranges of one file that are near each other become one request; long ones are cut into requests of 4 MiB, at multiples
+of that in the object. Requests are begun in the announced order, as long as the bytes that are requested or not yet
+read stay below `WINDOW` for all threads or `SHARE` for this one; a range that is read out of order is requested
+immediately. Bytes before the last read of a file are dropped, and so is everything when new ranges are announced.
+Ranges announced to follow those (`then`) are kept in a separate set, since they may precede them in the same file.
+Memory: `WINDOW`, or `SHARE` per thread if that is more, plus the results of the last reads.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ from ckpt_tool.storage.stores.store import Parts
 
 PIECE = 4 << 20  # bytes of one request, at most
 NEAR = 512 << 10  # bytes: ranges closer than this are one request
-SHORT = 512 << 10  # bytes: no request of its own beside a longer one
-# bytes under way or unread, of all threads and of one
-WINDOW = 32 << 20
-SHARE = 8 << 20
+SHORT = 512 << 10  # bytes: a shorter rest is added to the request before or after it
+WINDOW = 32 << 20  # bytes requested or not yet read, of all threads
+SHARE = 8 << 20  # the same of one thread, which may use so much even if WINDOW is exhausted
 CONNECTIONS = 16  # requests at once, of one tree
-IDLE = 10.0  # seconds
+IDLE = 10.0  # seconds without work after which a fetching thread ends
 
 Fetch = Callable[[str, int, int], Parts]  # path, first byte, number of bytes -> them, in order
 Range = tuple[str, int, int]  # path, first byte, number of bytes
 
 
 class FetchedRange:
-    """Bytes [start, stop) of a file: to come, coming, here, or failed."""
+    """Bytes [start, stop) of a file that are to be fetched, being fetched, fetched, or failed."""
 
     __slots__ = ("_error", "_here", "_parts", "begun", "path", "start", "stop")
 
@@ -49,6 +48,7 @@ class FetchedRange:
         self._error: BaseException | None = None
 
     def fill(self, fetch: Fetch) -> None:
+        """Fetch the bytes. An error is kept for the thread that reads them."""
         try:
             self._parts = fetch(self.path, self.start, self.stop - self.start)
         except BaseException as e:  # raised in the thread that reads it
@@ -56,8 +56,8 @@ class FetchedRange:
         self._here.set()
 
     def take(self, at: int, end: int) -> list[memoryview]:
-        """What it holds of bytes [at, end), in parts; waits until it is here."""
-        while not self._here.wait(0.5):  # in turns, so that an interruption is heard
+        """Those of bytes [at, end) that are in this range, in parts. Waits until they are fetched."""
+        while not self._here.wait(0.5):  # with a timeout, so that a signal can interrupt the wait
             continue
         if self._error is not None:
             raise self._error
@@ -81,7 +81,7 @@ def cut(parts: Parts, at: int, end: int) -> list[memoryview]:
 
 
 class Fetchers:
-    """The threads that fetch for all readers of a tree; they end when there was nothing to fetch for a while."""
+    """The threads that fetch for all readers of a tree. A thread ends after `IDLE` seconds without work."""
 
     def __init__(self, fetch: Fetch) -> None:
         self._fetch = fetch
@@ -89,14 +89,15 @@ class Fetchers:
         self._threads = 0
         self._idle = threading.Semaphore(0)
         self._lock = threading.Lock()
-        self.held = 0  # bytes begun and not forgotten, by all threads
+        self.held = 0  # bytes requested and not dropped yet, of all reading threads
 
     def hold(self, nbytes: int) -> None:
+        """Add to `held`; negative when bytes are dropped."""
         with self._lock:
             self.held += nbytes
 
     def begin(self, piece: FetchedRange) -> None:
-        """Have a thread fetch the piece: an idle one, a new one, or the next that is free."""
+        """Have a thread fetch the piece: an idle one, a new one, or the next that becomes idle."""
         piece.begun = True
         if not self._idle.acquire(blocking=False):
             with self._lock:
@@ -114,23 +115,27 @@ class Fetchers:
                     if self._idle.acquire(blocking=False):
                         self._threads -= 1
                         return
-                continue  # a piece is on its way
+                continue  # `begin` has counted on this thread: a piece will be in the queue
             piece.fill(self._fetch)
-            del piece  # not held while waiting for the next
+            del piece  # releases its memory while waiting for the next
             self._idle.release()
 
 
 class Ahead:
-    """What one thread expects to read."""
+    """The announced reads of one thread."""
 
     def __init__(self, fetchers: Fetchers) -> None:
         self._fetchers = fetchers
-        self._coming = deque[FetchedRange]()  # not begun, in order
-        self._expected = deque[dict[str, list[FetchedRange]]]()  # by file; what is read now, and what comes then
-        self._held = 0  # bytes begun and not forgotten, of those
+        self._coming = deque[FetchedRange]()  # ranges not requested yet, in order
+        # By file: the ranges that are read now, and those announced with `then`.
+        self._expected = deque[dict[str, list[FetchedRange]]]()
+        self._held = 0  # bytes requested and not dropped yet, of this thread
 
     def expect(self, ranges: Iterable[Range], *, then: bool = False) -> None:
-        """Forget what was expected, begin what is expected now. then: after what was expected last, which stays."""
+        """Announce the next reads and begin to fetch them. Earlier announcements are dropped.
+
+        then: these reads follow the last announced ones, which are kept.
+        """
         while self._expected and not (then and len(self._expected) == 1):
             self._forget_first()
         more = pieces_of(ranges)
@@ -144,13 +149,13 @@ class Ahead:
         self._begin_more()
 
     def take(self, path: str, at: int, end: int) -> list[memoryview]:
-        """What was expected of [at, end), from `at` on, in parts; none where nothing was."""
+        """The announced bytes of [at, end), from `at` on, in parts; empty if byte `at` was not announced."""
         for number, by_file in enumerate(self._expected):
             pieces = by_file.get(path, [])
             found = bisect_right(pieces, at, key=lambda piece: piece.start) - 1
             if found < 0 or at >= pieces[found].stop:
                 continue
-            if number:  # what came before it is over
+            if number:  # the thread has passed on to the following reads
                 self._forget_first()
             return self._take(pieces, found, at, end)
         return []
@@ -174,7 +179,7 @@ class Ahead:
         for piece in pieces[:count]:
             if piece.begun:
                 self._hold(piece.start - piece.stop)
-            piece.begun = True  # never, then
+            piece.begun = True  # so that it is never requested
         del pieces[:count]
 
     def _begin(self, piece: FetchedRange) -> None:
@@ -196,8 +201,8 @@ class Ahead:
 
 
 def pieces_of(ranges: Iterable[Range]) -> list[FetchedRange]:
-    """Requests for the ranges, in their order: neighbours in one, cut where multiples of `PIECE` lie, as stores cut
-    objects themselves; what is left before or after those and is short goes with its neighbour.
+    """The requests for the ranges, in their order. Neighbours are merged, and requests are cut at multiples of `PIECE`,
+    as stores divide objects themselves. A rest shorter than `SHORT` before or after such a multiple is merged too.
 
     >>> [(p.start, p.stop) for p in pieces_of([("f", 0, 10), ("f", 100, 10), ("f", 5 << 20, 4 << 20)])]
     [(0, 110), (5242880, 8388608), (8388608, 9437184)]

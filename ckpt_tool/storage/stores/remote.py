@@ -10,9 +10,10 @@ whole unless someone reads all of it.
     read 9,000 bytes at 8     -> from memory
     read 256 KiB at 64 KiB    -> fetches [64 KiB, 320 KiB); the next 256 KiB fetch 512 KiB, then 1 MiB, then 2 MiB
 
-A store's file has no inode: its identity is made of its ETag (or checksum, or version), size and modification time, as
-they were when the tree was opened; every range is held against it. One listing serves a folder and the folders below.
-Memory: at most 16 pieces of 2 MiB a thread, and what is fetched ahead. What it does not do: write, follow links.
+A store's file has no inode: its identity consists of its ETag (or checksum, or version), size and modification time, as
+they were when the tree was opened; every range that is fetched is checked against it. One listing serves a folder and
+the folders below. Memory: at most 16 pieces of 2 MiB a thread, and what is fetched ahead. What it does not do: write,
+follow links.
 """
 
 from __future__ import annotations
@@ -40,19 +41,19 @@ from ckpt_tool.storage.stores.read_ahead import PIECE, Ahead, Fetchers, Range, c
 from ckpt_tool.storage.stores.store import ObjectChanged, Parts, Store, StoreEntry
 from ckpt_tool.storage.views import behind
 
-FIRST_FETCH = 64 << 10  # bytes
-LAST_FETCH = 2 << 20  # bytes
-PIECES = 16  # kept a thread
+FIRST_FETCH = 64 << 10  # bytes that are fetched at a time; doubled with each fetch that continues the last one
+LAST_FETCH = 2 << 20  # bytes up to which they are doubled
+PIECES = 16  # fetched pieces that each thread keeps
 
 
 class RemoteTree(Tree):
-    """The files below a URL. Thread-safe. `local` is False: `open` and `fd` have nothing to give."""
+    """The files below a URL. Thread-safe. `local` is False: files have no descriptors, so `open` and `fd` raise."""
 
     local = False
 
     def __init__(self, url: str, store: Store, *, listed: dict[str, StoreEntry] | None = None) -> None:
-        """listed: what lies below, where that is known. Raises StorageError E0702 (nothing there) and what the store
-        raises."""
+        """Looks the URL up, unless `listed`, the entries of the files below it, is given. Raises StorageError E0702 if
+        there is nothing, and what the store raises."""
         self.shown = url
         self.bytes_read = 0
         self.requests = 0
@@ -81,6 +82,7 @@ class RemoteTree(Tree):
     # -- listing --------------------------------------------------------------------------------------------------
 
     def listing(self) -> dict[str, int]:
+        """As `Tree.listing`, with one request for a folder."""
         if self._listing is None:
             if self.single is not None:
                 self._listing = {self.single: self.size(self.single)}
@@ -101,7 +103,8 @@ class RemoteTree(Tree):
         for path, entry in entries.items():
             parts = path.split("/")
             if any(part in ("", ".", "..") for part in parts):
-                safe_relative(path, named_in=self.shown)  # a store's key may be anything; ours name local files too
+                # a key may be any text, but the path is used for local files too
+                safe_relative(path, named_in=self.shown)
             if len(parts) <= FOLDERS + 1:
                 found[path] = entry.size
                 self._entries[path] = entry
@@ -110,6 +113,7 @@ class RemoteTree(Tree):
         return found
 
     def below(self, folder: str) -> Tree:
+        """The tree of a sub-folder, from this tree's listing."""
         inside = {
             path.removeprefix(f"{folder}/"): self._entries[path]
             for path in self.listing()
@@ -132,20 +136,21 @@ class RemoteTree(Tree):
         )
 
     def fd(self, path: str) -> int:
+        """Raises as `open`."""
         return self.open(path)
 
     def identity(self, path: str) -> Identity:
-        """The identity at first sight."""
+        """The identity of the file when it was first looked up."""
         path = base_of(path)
         return _identity(self.shown, path, self._entry(path))
 
     def identity_by_name(self, path: str) -> Identity:
-        """The identity now, asked of the store again."""
+        """The identity of the file now, from a new request."""
         path = base_of(path)
         return _identity(self.shown, path, self._look(path))
 
     def identities_by_name(self, paths: Iterable[str]) -> list[Identity | None]:
-        """The same of several files: of a folder's by one listing."""
+        """The same for several files; for those of a folder with one listing."""
         names = [base_of(path) for path in paths]
         if self.single is not None or len(names) < 2:
             return super().identities_by_name(names)
@@ -166,11 +171,13 @@ class RemoteTree(Tree):
             self.above.check_unchanged()
 
     def watch(self, paths: Iterable[str]) -> None:
+        """Include files in `check_unchanged` although nothing is read of them."""
         for path in paths:
             self._entry(path)
             self._fetched.add(path)
 
     def size(self, path: str) -> int:
+        """The size in bytes of a file or a view."""
         return self.views.size(path) if is_view(path) else self._entry(path).size
 
     def _entry(self, path: str) -> StoreEntry:
@@ -205,7 +212,7 @@ class RemoteTree(Tree):
         return bytes(self.view(path, offset, nbytes))
 
     def view(self, path: str, offset: int, nbytes: int) -> bytes | memoryview:
-        """The same, without a copy where it lies in one part of what was fetched."""
+        """As `read`, without a copy if all of it is in one buffer that was fetched."""
         if nbytes > PIECE and not is_view(path):
             self._check(path, offset, nbytes)
             whole = memoryview(bytearray(nbytes))
@@ -215,12 +222,14 @@ class RemoteTree(Tree):
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def fill(self, path: str, offset: int, view: memoryview) -> None:
+        """Fill all of `view` from byte `offset` of a file."""
         at = 0
         for part in self._parts(path, offset, len(view)):
             view[at : at + len(part)] = part
             at += len(part)
 
     def parts(self, path: str, offset: int, nbytes: int) -> list[memoryview]:
+        """As `read`, as a list of the buffers that were fetched, without a copy."""
         return list(self._parts(path, offset, nbytes))
 
     def _parts(self, path: str, offset: int, nbytes: int) -> Iterator[memoryview]:
@@ -233,7 +242,7 @@ class RemoteTree(Tree):
         end = offset + nbytes
         while at < end:
             parts = mine.ahead.take(path, at, end) or mine.take(path, at, end)
-            if not parts and end - at > PIECE:  # long, and not expected by anybody: many requests at once
+            if not parts and end - at > PIECE:  # a long read that was not announced: many requests at once
                 mine.ahead.expect([(path, at, end - at)])
             elif not parts:
                 length = min(max(end - at, mine.next_fetch(path, at)), LAST_FETCH, size - at)
@@ -282,7 +291,7 @@ class RemoteTree(Tree):
         return data
 
     def close(self) -> None:
-        """Forget what this thread has kept."""
+        """Drop the pieces that this thread has kept."""
         self._local.pieces = None
 
 
@@ -295,7 +304,7 @@ class _Pieces:
         self._last: dict[str, tuple[int, int]] = {}  # path -> (end of the last fetch, its length)
 
     def take(self, path: str, at: int, end: int) -> list[memoryview]:
-        """What is kept of [at, end), from `at` on, in parts; none when nothing."""
+        """The kept bytes of [at, end), from `at` on, in parts; empty if byte `at` is not kept."""
         for (name, start), (length, parts) in self._kept.items():
             if name == path and start <= at < start + length:
                 self._kept.move_to_end((name, start))
@@ -303,11 +312,12 @@ class _Pieces:
         return []
 
     def next_fetch(self, path: str, at: int) -> int:
-        """How many bytes to fetch at least: more for a file that is read on from where its last fetch ended."""
+        """The least number of bytes to fetch: twice the last fetch if the read continues where that ended."""
         end, length = self._last.get(path, (-1, 0))
         return min(2 * length, LAST_FETCH) if at == end else FIRST_FETCH
 
     def keep(self, path: str, at: int, length: int, parts: Parts) -> None:
+        """Keep a fetched piece, and drop the least recently used ones beyond `PIECES`."""
         self._last[path] = (at + length, length)
         self._kept[path, at] = length, parts
         while len(self._kept) > PIECES:

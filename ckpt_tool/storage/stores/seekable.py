@@ -1,4 +1,4 @@
-"""Bytes of a known size as a file that others seek and read in."""
+"""A base class for file objects over bytes of known size."""
 
 from __future__ import annotations
 
@@ -6,21 +6,25 @@ import io
 
 
 class Seekable(io.RawIOBase):
-    """A place in `size` bytes, `_at`. Who derives from it reads there."""
+    """A seekable file object of `size` bytes with position `_at`. Subclasses implement `read`."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._at = 0
 
     def readable(self) -> bool:
+        """True."""
         return True
 
     def seekable(self) -> bool:
+        """True."""
         return True
 
     def tell(self) -> int:
+        """The current position in bytes."""
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Set the position in bytes, and return it."""
         self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
         return self._at

@@ -1,13 +1,13 @@
-"""What a tree behind a URL asks of a store, and how long a store that does not answer is tried again.
+"""The interface of a store for trees behind a URL, and the retries for a store that does not answer.
 
-A store is a bucket and a place in it: it lists what lies below, looks at one object and gets ranges of it, each pinned
-to the object that was seen first. `stores.object_store` is one for S3, Google Cloud and Azure, `stores.fsspec_store`
-one for every other scheme. Keys are relative to the place; "" is the place itself.
+A store is a bucket and a place in it. It lists the objects below that place, looks up one object and gets ranges of it,
+each pinned to the version that was seen first. `stores.object_store` implements it for S3, Google Cloud and Azure,
+`stores.fsspec_store` for every other scheme. Keys are relative to the place; "" is the place itself.
 
-`patiently` tries again where that may help: after 0.2 s, then twice as long each time, half of it at random so
-that many clients do not come back together; 30 s in all, two minutes where the store wants fewer requests.
-Every wait is reported (`core.progress.aside`), one line a second at most. A server's `Retry-After` is obeyed where the
-client hands it on: boto3 does, obstore 0.12 does not.
+`patiently` retries when that may help: after 0.2 s, then twice as long each time, half of it at random so that many
+clients do not come back together; 30 s in all, two minutes if the store asks for fewer requests. Every wait is reported
+(`core.progress.aside`), one line a second at most. A server's `Retry-After` is obeyed if the client passes it on: boto3
+does, obstore 0.12 does not.
 """
 
 from __future__ import annotations
@@ -22,22 +22,20 @@ from ckpt_tool.core.progress import aside
 
 T = TypeVar("T")
 Parts = Sequence[memoryview]  # bytes that follow each other
-# seconds
-FIRST_WAIT = 0.2
-LONGEST_WAIT = 8.0
-# seconds in all
-UNANSWERED = 30.0
-THROTTLED = 120.0
+FIRST_WAIT = 0.2  # seconds before the first retry
+LONGEST_WAIT = 8.0  # seconds between two retries, at most
+UNANSWERED = 30.0  # seconds of all retries of a store that does not answer
+THROTTLED = 120.0  # seconds of all retries of a store that asks for fewer requests
 _said_at = 0.0
 _saying = threading.Lock()
 
 
 class StoreEntry(NamedTuple):
-    """An object as it was seen."""
+    """An object as a listing or look-up showed it."""
 
-    size: int  # bytes, -1 for what is no regular file
-    mark: str = ""  # its ETag, or what else changes with its content
-    time: str = ""  # when it was modified, where there is no mark
+    size: int  # bytes, -1 if it is not a regular file
+    mark: str = ""  # its ETag, or another value that changes with its content
+    time: str = ""  # the time of its last change, if there is no mark
 
 
 class ObjectChanged(Exception):
@@ -48,8 +46,8 @@ class Store(Protocol):
     """Thread-safe. Raises FileNotFoundError for a missing object, CkptError for all else."""
 
     def single(self) -> StoreEntry | None:
-        """The entry of the place itself where it is an object, None where it is a folder; FileNotFoundError where
-        nothing is there."""
+        """The entry of the place itself if it is an object, None if it is a folder. Raises FileNotFoundError if there
+        is nothing."""
         ...
 
     def list(self) -> dict[str, StoreEntry]:

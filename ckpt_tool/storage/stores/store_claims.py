@@ -1,19 +1,20 @@
 """Claims in a store: workers of one plan that share no disk agree by objects that only one of them can create.
 
     .out.ckpt-partial/plan                     the plan, and the bytes of its shares
-    .out.ckpt-partial/claim-12-1               share 12 is being done, for as long as this is put again
-    .out.ckpt-partial/claim-12-2               another took it over
-    .out.ckpt-partial/share-12                 share 12 is done, with what the one that commits has to know of it
-    .out.ckpt-partial/claim-commit-1           someone commits
-    .out.ckpt-partial/.ckpt-journal-by-vm-7-0a a worker, or `-2-of-8` a part, with how far it is
+    .out.ckpt-partial/claim-12-1               share 12 is being done, while this object is put again regularly
+    .out.ckpt-partial/claim-12-2               another worker took it over
+    .out.ckpt-partial/share-12                 share 12 is done: its record, for the worker that commits
+    .out.ckpt-partial/claim-commit-1           a worker commits
+    .out.ckpt-partial/.ckpt-journal-by-vm-7-0a the progress of a worker (or of a part: `-2-of-8`)
 
-As `output.claims`, with what differs. A store has no locks, so a dead worker is known by its silence alone: while it
-works it puts its claim again every `BEAT` seconds, and one that was not put again for a lease is anybody's who creates
-the next. Times are compared within one listing, as the store gives them. Nothing here excludes: two that do the same
-share send the same bytes, and so do two that commit. A worker tries claims blindly, at places of its own; it lists when
-several were taken, and beside its work, so that a claim costs one request where few are left and two thousand want it.
+Works as `output.claims` does on a file system, except for the following. A store has no locks, so a dead worker is
+recognised by its silence alone: while it works it puts its claim again every `BEAT` seconds. A claim that was not put
+again for a lease is free, and whoever creates the next one takes it over. Times are compared within one listing, by the
+store's clock. There is no mutual exclusion: two workers with the same share send the same bytes, and so do two that
+commit. A worker tries claims at random without listing first; it lists after several failures, and in the background,
+so that a claim costs one request even if few shares are left and two thousand workers compete for them.
 
-`plan` is what makes the rest count: the one that commits removes it first, after the output is there.
+Records count only while `plan` exists: the worker that commits removes it first, once the output is visible.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ from ckpt_tool.storage.stores.multipart import StoreListing, md5
 from ckpt_tool.storage.stores.output_store import OutputStore
 
 T = TypeVar("T")
-BEAT = 15.0  # seconds between two signs of life
+BEAT = 15.0  # seconds between two heartbeats
 PLAN = "plan"
 COMMIT = "commit"
-AT_ONCE = 16  # requests for records
+AT_ONCE = 16  # requests for records at the same time
 _TRIES = 4  # claims that are tried before the next listing
 _CLAIM = re.compile(r"claim-(\d{1,9}|commit)-(\d{1,9})", re.ASCII)
 _SHARE = re.compile(r"share-(\d{1,9})", re.ASCII)
@@ -55,7 +56,7 @@ class _View(NamedTuple):
     """A listing, read."""
 
     now: float
-    here: bool  # is the plan?
+    here: bool  # does the object `plan` exist?
     claims: dict[int | str, tuple[int, float]]  # share or `COMMIT` -> (generation, when it was put last)
     done: set[int]
     names: set[str]
@@ -65,8 +66,10 @@ class StoreClaims:
     """The claims on a plan's shares, for one worker. Use `begin`, `take`, `finish`, `take_commit`, `end`.
 
     Args:
-        store: the place of the records. writer: a worker's name, or the part (i, n) that this is.
-        sizes: bytes of the plan's shares. mine: those of a part, None for a worker that claims.
+        store: the place of the records.
+        writer: a worker's name, or (i, n) for part i of n.
+        sizes: bytes of each share of the plan.
+        mine: the shares of a part; None for a worker that claims shares.
     """
 
     def __init__(
@@ -82,11 +85,11 @@ class StoreClaims:
         self._sizes = sizes
         self._claims = mine is None
         self._me = journal.name_of(writer)
-        self._token = token_hex(8)  # two processes may be the same part
+        self._token = token_hex(8)  # tells processes apart: two may run the same part
         self._random = random.Random(f"{self._me} {self._token}")
         self._view = _View(0.0, True, {}, set(), set())
         self._own = set[int]()  # shares that this worker has claimed
-        self.mine: Collection[int] = range(len(sizes)) if mine is None else mine  # that it may do
+        self.mine: Collection[int] = range(len(sizes)) if mine is None else mine  # shares that this worker may do
         self.first = self._went_on = False
         self._held = dict[int | str, str]()  # the claims that are kept alive
         self._next: Callable[[], Taken | None] | None = None
@@ -101,8 +104,8 @@ class StoreClaims:
     # -- begin and end ------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> StoreClaims:
-        """Be one of the plan's workers, and give signs of life from now on. Raises SourceChanged E0611 where another
-        plan is being carried out."""
+        """Join the plan's workers and start the heartbeat. Raises SourceChanged E0611 if another plan is running
+        there."""
         self.begin()
         self._beating.start()
         return self
@@ -112,7 +115,7 @@ class StoreClaims:
             self.end()
 
     def begin(self) -> None:
-        """Say that this worker is there; `first`: it is the first of them."""
+        """Join the plan's workers. Sets `first` for the one that creates the records."""
         line = {"plan": self._plan, "shares": list(self._sizes)}
         listing = self._store.listing()
         if PLAN not in listing.objects:
@@ -131,8 +134,10 @@ class StoreClaims:
         self._went_on = self._me in self._view.names
 
     def end(self, *, done: bool = False) -> list[journal.PartStatus]:
-        """Let go of what is not finished, and say that this process has ended. done: its part is. Returns how far all
-        are."""
+        """Release unfinished claims and record that this process has ended.
+
+        With `done` its part is complete, and the progress of all processes is returned.
+        """
         self._rest()
         if not self._ended:
             self._ended = "done" if done else "ended"
@@ -168,15 +173,15 @@ class StoreClaims:
     # -- claiming -----------------------------------------------------------------------------------------------------
 
     def take(self) -> Taken | None:
-        """A share that nobody does, now this worker's; None where there is none, by what was seen just now. Of a part:
-        the next of its own that is not done."""
+        """Claim a share that no other worker is doing; None if the latest listing shows none. For a part: its next
+        share that is not done."""
         ahead = self._next
         self._next = None
         taken = ahead() if ahead is not None else None
         return taken or (self._take() if self._claims else self._own_next())
 
     def ahead(self) -> None:
-        """The share that is being done is so soon: claim the next, beside the work."""
+        """Claim the next share in the background, called when the present one is nearly done."""
         if self._claims and self._next is None:
             self._next = self._aside(self._take)
 
@@ -184,7 +189,7 @@ class StoreClaims:
         for fresh in (False, True):
             if fresh:
                 self.look()
-            view = self._view  # another look, beside, may take its place meanwhile
+            view = self._view  # the heartbeat may replace it with a newer one meanwhile
             free = self._free(view)
             for number in self._random.sample(free, min(_TRIES, len(free))):
                 generation, _ = view.claims.get(number, (0, 0.0))
@@ -203,13 +208,14 @@ class StoreClaims:
         return Taken(number, self._went_on)
 
     def take_commit(self) -> bool:
-        """Is it this worker that commits? Only asked when all is done."""
+        """Claim the commit; False if another worker has it. Only called when all shares are done."""
         view = self._view
         generation, _ = view.claims.get(COMMIT, (0, 0.0))
         return (not generation or _silent(view, COMMIT)) and self._claim(view, COMMIT, generation + 1)
 
     def commits_still(self) -> bool:
-        """Was this worker heard of in time, and has nobody taken over the commit? For what can't be done twice."""
+        """Does this worker still have the claim to commit, with a recent heartbeat? Checked before steps that must not
+        be done twice."""
         self.beat()
         self.look()
         generation, _ = self._view.claims.get(COMMIT, (0, 0.0))
@@ -218,8 +224,8 @@ class StoreClaims:
         )
 
     def finish(self, number: int, record: journal.Line) -> None:
-        """Say that a share is done, beside what comes next: it is said when `left` returns, or the next is finished.
-        Raises what went wrong with the last."""
+        """Record in the background that a share is done. It is recorded for certain when `left` returns or the next
+        share is finished. Raises the error of the last such record."""
         self._said()
         self._said = self._aside(partial(self._say, number, self._sealed(record)))
 
@@ -229,7 +235,7 @@ class StoreClaims:
         self._held.pop(number, None)
 
     def _aside(self, job: Callable[[], T]) -> Callable[[], T]:
-        """Do it beside; what comes back waits for it."""
+        """Start `job` in a thread. Returns a function that waits for its result."""
         future = Future[T]()
 
         def do() -> None:
@@ -242,7 +248,7 @@ class StoreClaims:
         return future.result
 
     def records(self) -> Iterator[journal.Line]:
-        """What was said of the shares, in order; nothing of one whose record is damaged or gone."""
+        """Yields the record of each share, in order; empty for a share whose record is damaged or missing."""
         with ThreadPoolExecutor(AT_ONCE) as pool:
             for at in range(0, len(self._sizes), AT_ONCE):
                 names = (f"share-{number}" for number in range(at, min(at + AT_ONCE, len(self._sizes))))
@@ -252,23 +258,23 @@ class StoreClaims:
 
     @property
     def done(self) -> set[int]:
-        """Shares that are done, by the last look."""
+        """The shares that are done, according to the last listing."""
         return self._view.done
 
     def left(self) -> int:
-        """Shares that are not done, by the last look."""
+        """The number of shares that are not done, according to the last listing."""
         self._said()
         return len(self._sizes) - len(self._view.done)
 
     def look(self) -> None:
-        """See how far all are."""
+        """List the records again."""
         seen = _read(self._store.listing())
         if seen.here:
             seen.done.update(self._view.done & self._own)
         self._view = seen
 
     def _free(self, view: _View) -> list[int]:
-        """Shares that nobody has claimed; where there are none, those whose worker is silent."""
+        """Shares without a claim; if there are none, those whose worker has been silent for a lease."""
         left = [number for number in range(len(self._sizes)) if number not in view.done and number not in self._own]
         free = [number for number in left if number not in view.claims]
         return free or [number for number in left if _silent(view, number)]
@@ -278,7 +284,7 @@ class StoreClaims:
         if self._create(name, self._claiming()):
             self._held[number] = name
             return True
-        view.claims[number] = (generation, view.now)  # by another, who was quicker
+        view.claims[number] = (generation, view.now)  # another worker was quicker
         return False
 
     def _create(self, key: str, line: journal.Line) -> bool:
@@ -290,10 +296,10 @@ class StoreClaims:
     def _sealed(self, line: journal.Line) -> bytes:
         return journal.sealed(self._plan, line)
 
-    # -- signs of life ------------------------------------------------------------------------------------------------
+    # -- heartbeat ----------------------------------------------------------------------------------------------------
 
     def beat(self) -> None:
-        """Put what this worker holds, and how far it is, once more."""
+        """Put this worker's claims and its progress again."""
         began = time.monotonic()
         for name in list(self._held.values()):
             self._store.put(name, self._sealed(self._claiming()), {}, new=False)
@@ -309,17 +315,17 @@ class StoreClaims:
         self._store.put(self._me, self._sealed({"plan": self._plan, "worker": about}), {}, new=False)
 
     def _go_on(self) -> None:
-        pause = self._random.uniform(0, BEAT / 3)  # thousands may begin at once
+        pause = self._random.uniform(0, BEAT / 3)  # spreads the requests of thousands of workers that begin at once
         while not self._stop.wait(pause):
             pause = BEAT
             try:
                 if not self._pulse():
                     return
-            except CkptError:  # the work itself will fail too, if that lasts
+            except CkptError:  # if the store stays unreachable, the work itself will fail too
                 continue
 
     def _pulse(self) -> bool:
-        """Look, then beat; nothing is put again where another has committed and cleaned up."""
+        """List, then beat. Puts nothing if another worker has committed and removed the records."""
         self.look()
         if not self.gone:
             self.beat()
@@ -347,11 +353,11 @@ def _read(listing: StoreListing) -> _View:
     return _View(listing.now, PLAN in listing.objects, claims, done, set(listing.objects))
 
 
-# -- for those who look on ---------------------------------------------------------------------------------------------
+# -- for observers -----------------------------------------------------------------------------------------------------
 
 
 def statuses(store: OutputStore) -> list[journal.PartStatus]:
-    """How far every process is that has begun, by the records; none where nobody has, or all is committed."""
+    """The progress of every process that has begun, from the records; empty before the first and after the commit."""
     listing = store.listing()
     names = sorted(key for key in listing.objects if journal.is_writer(key))
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -384,20 +390,20 @@ def _status(name: str, data: bytes, listing: StoreListing) -> journal.PartStatus
 
 
 def plan_of(store: OutputStore) -> str | None:
-    """The plan that is being carried out, by the records."""
+    """The identifier of the plan that is being executed, from the records; None if there is none."""
     lines = journal.parsed(store.get(PLAN) or b"")
     return lines[0]["plan"] if lines else None
 
 
 class Done(NamedTuple):
-    """How much of a plan is done, by its shares, whoever did them."""
+    """The bytes of a plan's shares that are done, by any worker."""
 
     nbytes: int
     of_bytes: int
 
 
 def done_of(store: OutputStore) -> Done | None:
-    """None where nobody has begun, or all is committed."""
+    """How much of the plan is done; None before the first worker has begun and after the commit."""
     lines = journal.parsed(store.get(PLAN) or b"")
     sizes = lines[0].get("shares") if lines else None
     if not isinstance(sizes, list) or not all(type(size) is int for size in sizes):
@@ -407,13 +413,13 @@ def done_of(store: OutputStore) -> Done | None:
 
 
 def is_held(store: OutputStore) -> bool:
-    """Is someone at work there?"""
+    """Is a worker running there?"""
     return any(each.state == "running" for each in statuses(store))
 
 
 def refuse_held(store: OutputStore, destination: str) -> None:
-    """Before one run writes it all: raise OutputExists E0503 where workers share the output out; what dead ones have
-    left goes."""
+    """Called before a single run writes the whole output: raises OutputExists E0503 if workers are writing it, and
+    removes the records of dead ones."""
     there = any(is_record(key) and key != RECORD for key in store.listing().objects)
     if there and is_held(store):
         raise OutputExists(
@@ -427,12 +433,12 @@ def refuse_held(store: OutputStore, destination: str) -> None:
 
 
 def is_record(key: str) -> bool:
-    """Is it the name of a record of ours? Whatever else somebody keeps there is not touched."""
+    """Is it the name of a record of ours? Other objects there are never touched."""
     return key in (PLAN, RECORD) or _RECORD.fullmatch(key) is not None or is_journal(key)
 
 
 def remove_records(store: OutputStore, *, keep: str = "") -> None:
-    """Remove all records but `keep`, the plan first: without it the others say nothing."""
+    """Remove all records but `keep`, the plan first: without it the others have no effect."""
     store.remove(PLAN)
     for _ in range(3):  # a worker that has not noticed yet may add to them
         left = [key for key in store.listing().objects if is_record(key) and key != keep]

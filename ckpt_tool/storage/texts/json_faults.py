@@ -47,12 +47,12 @@ def line_and_column(raw: bytes, at: int) -> str:
 
 
 def glimpse(raw: bytes, at: int) -> str:
-    """What stands at `raw[at]`, short enough for a message."""
+    """The text at `raw[at]`, short enough for a message."""
     return "the end" if at >= len(raw) else repr(raw[at : at + 12])[1:]
 
 
 def fault_of(raw: bytes, at: int, wanted: str) -> JsonFault:
-    """The fault at `raw[at]`, where `wanted` was to stand ("a value", "',' or ']'")."""
+    """The fault at `raw[at]`, where `wanted` was expected ("a value", "',' or ']'")."""
     found = (
         _nothing(raw, at)
         or _encoding(raw, at)

@@ -15,7 +15,7 @@ most 4,300 digits; `-0` is a float.
     Traceback (most recent call last):
     ckpt_tool.errors.CorruptFile: duplicate key: 'a' stands twice in one object, at bytes 1 and 9
 
-Cost: the C scanner's (10 ns a byte) for sound input; about 1 us a token in the exact parser, which allocates no more
+Cost: the C scanner's (10 ns a byte) for valid input; about 1 us a token in the exact parser, which allocates no more
 than the values it has accepted so far. Does not read files and knows no schema.
 """
 
@@ -83,7 +83,7 @@ def parse(raw: bytes, *, path: str, offset: int = 0, place: str = "", limit: int
     Args:
         raw: the whole document.
         path: the file, for messages. offset: bytes from its start to `raw[0]`.
-        place: the pointer of the document itself where it lies inside another one.
+        place: the JSON pointer of the document itself if it is part of another one.
         limit: values of the document.
 
     Raises CorruptFile (E0319 not UTF-8, E0320 syntax, E0321 duplicate key, E0322 NaN or Infinity, E0323 a limit,
@@ -224,13 +224,14 @@ class _Open:
         self.keys: dict[str, int] = {}
 
     def add(self, value: Any) -> None:
+        """Add a value to the container: to a list, or under the last key."""
         if isinstance(self.box, list):
             self.box.append(value)
         elif self.key is not None:
             self.box[self.key] = value
 
     def parts(self) -> tuple[str | int, ...]:
-        """Where in this container the value lies that is read now; () before the first key."""
+        """The index or key of the value that is being read, as a tuple; () before the first key."""
         if isinstance(self.box, list):
             return (len(self.box),)
         return () if self.key is None else (self.key,)
@@ -251,6 +252,7 @@ class _Exact:
     # -- faults -------------------------------------------------------------------------------------------------
 
     def fail(self, message: str, code: str, at: int, hint: str = "") -> NoReturn:
+        """Raise CorruptFile with the position and the JSON pointer of byte `at`."""
         from ckpt_tool.storage.texts.json_faults import EDITED
 
         raise CorruptFile(
@@ -263,7 +265,7 @@ class _Exact:
         )
 
     def want(self, wanted: str, at: int) -> NoReturn:
-        """What stands at `at` is not what is wanted there: a fault of syntax, or another one that has a name."""
+        """Raise the error for byte `at`, where `wanted` was expected: a syntax error, or a more specific one."""
         from ckpt_tool.storage.texts.json_faults import fault_of
 
         if not self.raw[at:].isascii():
@@ -272,6 +274,7 @@ class _Exact:
         self.fail(fault.message, NOT_A_NUMBER if fault.number else SYNTAX, fault.at, fault.hint)
 
     def duplicate(self, key: str, first: int, second: int) -> NoReturn:
+        """Raise the error for a key that appears at two bytes of one object."""
         places = f"bytes {self.offset + first} and {self.offset + second}"
         self.fail(
             f"duplicate key: {key[:200]!r} appears twice in one object, at {places}",
@@ -288,6 +291,7 @@ class _Exact:
         return space.end() if space else at
 
     def expect_end(self, at: int) -> None:
+        """Raise unless nothing but white space follows from byte `at` on."""
         at = self.skip(at)
         if at != len(self.raw):
             from ckpt_tool.storage.texts.json_faults import glimpse
@@ -314,6 +318,7 @@ class _Exact:
         return text
 
     def number(self, token: bytes, at: int) -> int | float:
+        """The value of a number token. Raises for an overflow and for too many digits."""
         digits = len(token)
         if b"." in token or b"e" in token or b"E" in token or token == b"-0":
             number = float(token)
@@ -339,7 +344,8 @@ class _Exact:
         return self.string(self.raw[start:end], start), start, colon.end()
 
     def member_value(self, at: int) -> tuple[Any, int]:
-        """The value at `at`, by the C scanner where it is an object without objects inside. Counts anew."""
+        """The value at `at`, by the C scanner if it is an object without objects inside. Restarts the count of values,
+        so that the limit applies to each member."""
         self.count = 0
         flat = _FLAT.match(self.raw, at)
         if flat is not None:

@@ -4,7 +4,7 @@ false, null.
     parse(b"a: [1, 2]")    {"a": [1, 2]}
 
 PyYAML composes the nodes, and nothing is constructed but scalars: no tag asks for a class, an alias of aliases is
-counted each time it is used, a key that stands twice is a fault. Cost: some 20 us a value, and 10 ms for the import.
+counted each time it is used, a duplicate key is an error. Cost: some 20 us a value, and 10 ms for the import.
 What it does not do: read files, know a schema.
 """
 

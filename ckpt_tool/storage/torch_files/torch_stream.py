@@ -88,8 +88,8 @@ class TorchStream(NamedTuple):
         return TorchStream(tree, path, whole, first[2].end, _storages(tree, path, whole, listed))
 
     def array(self, tensor: TensorRef | ArrayRef) -> StoredArray:
-        """Where the tensor's bytes lie in the file; strides None when contiguous. A tensor that is kept as a NumPy
-        array lies in a view of the pickle."""
+        """The place of the tensor's bytes in the file; strides None if contiguous. A tensor that was saved as a NumPy
+        array is in a view of the pickle."""
         if isinstance(tensor, ArrayRef):
             return array_in(self.path, self.start, self.pickled.end - self.start, tensor)
         offset = self.storages[tensor.storage.key][0] + tensor.dtype.nbytes(tensor.offset)
@@ -97,7 +97,8 @@ class TorchStream(NamedTuple):
 
 
 def _storages(tree: Tree, path: str, whole: Pickled, listed: Pickled) -> dict[str, tuple[int, int]]:
-    """Where each storage lies: the listed ones are exactly those that the object names, and they end the file."""
+    """Returns storage key -> (offset, bytes). Raises unless the listed storages are exactly those that the object
+    names, and the last one ends the file."""
     keys = listed.value
     if type(keys) is not list or len(keys) > STORAGE_LIMIT or any(type(key) is not str for key in keys):
         raise _fault(tree, path, "the list of storage keys is malformed", whole.end)

@@ -52,7 +52,7 @@ class ZipRecord(NamedTuple):
 class TorchZip:
     """An opened torch zip: `records` by name below the root folder (`data.pkl`, `data/0`, `version`)."""
 
-    # tree, path: where it lies
+    # tree, path: the file that contains it
     tree: Tree
     path: str
     # start, length: the byte range of the file that is the zip (a DCP item is a range of a `.distcp`)
@@ -123,8 +123,8 @@ class TorchZip:
         return data
 
     def array(self, tensor: TensorRef | ArrayRef) -> StoredArray:
-        """Where the tensor's bytes lie in the file: absolute offset, strides None when contiguous, the record's CRC. A
-        tensor that is kept as a NumPy array lies in a view of the pickle."""
+        """The place of the tensor's bytes in the file: absolute offset, strides (None if contiguous), the record's CRC.
+        A tensor that was saved as a NumPy array is in a view of the pickle."""
         if isinstance(tensor, ArrayRef):
             pickle = self.records["data.pkl"]
             return array_in(self.path, pickle.offset, pickle.nbytes, tensor)

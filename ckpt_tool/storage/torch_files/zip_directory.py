@@ -10,13 +10,13 @@ Layout as torch 2.13 writes it (miniz, `caffe2/serialize/inline_container.cc`), 
     central        50 4b 01 02, ..., crc, sizes, name, extra [zip64], offset of the local header: one per member
     zip64 end      50 4b 06 06, 44, ... (torch always writes it), its locator 50 4b 06 07, the end record 50 4b 05 06
 
-The idea: an archive means one thing only. Members lie back to back from the first byte to the central directory, names
+The idea: an archive has one meaning only. Members are back to back from the first byte to the central directory, names
 are plain, unique and below one folder, both headers of a member agree, nothing is compressed, nothing precedes or
 follows. What a lenient reader would resolve by a rule of its own (the last of two members wins, a comment hides a
 second end record) is refused: exit 4 where two readers could see different things, 3 where the file is just broken.
 
 Cost: one pread for the end, one for the directory, one for each gap between storages: descriptors and headers, never a
-storage's byte. Small records (data.pkl, version, ...) that lie between are read along and kept.
+storage's byte. Small records (data.pkl, version, ...) in the gaps are read with them and kept.
 Source: PKWARE APPNOTE 6.3.10 sections 4.3-4.5.
 """
 
@@ -32,7 +32,7 @@ from ckpt_tool.storage.source import Tree
 
 MEMBER_LIMIT = 1_000_000
 DIRECTORY_LIMIT = 128 << 20  # bytes
-SMALL = 65536  # bytes; records up to this size that lie between headers are read along with them
+SMALL = 65536  # bytes; records up to this size between headers are read together with these
 HEAD = b"PK\x03\x04"  # of a local header, and so of a zip
 END = struct.Struct("<4s4H2IH")
 LOCATOR = struct.Struct("<4sIQI")
@@ -173,8 +173,8 @@ def _end(archive: ZipArchive, tail: int) -> tuple[int, int, int]:
 
 
 def _end64(archive: ZipArchive, piece: bytes, *small: int) -> tuple[int, int, int]:
-    """Count, size and offset of the zip64 end record, which must lie right before its locator and agree with the
-    32-bit ones."""
+    """Count, size and offset from the zip64 end record, which must be directly before its locator and agree with the
+    32-bit end record."""
     where = archive.length - TAIL
     _, disk, at, disks = LOCATOR.unpack_from(piece, len(piece) - 42)
     signature, size, _, needs, d1, d2, here, count, nbytes, offset = END64.unpack_from(piece, len(piece) - TAIL)
@@ -349,8 +349,8 @@ def _local(archive: ZipArchive, entries: list[ZipMember], directory: int) -> lis
     if entries and entries[0].header:
         raise archive.unsafe(f"{entries[0].header} bytes precede the first member", "E0436", 0)
 
-    # The bytes from one storage's end to behind the next one's header are read with one pread; what lies between them
-    # (data.pkl, version, ...) is small and read along.
+    # The bytes from one storage's end to the end of the next one's header are read with one pread; records between them
+    # (data.pkl, version, ...) are small and read too.
     stops = [m.header + LOCAL.size + len(m.raw_name) for m in entries if "/data/" in m.name or m.nbytes > SMALL]
     stops = [stop for stop in stops if stop < directory] + [directory]
 
@@ -393,7 +393,7 @@ def _local_size(archive: ZipArchive, member: ZipMember, head: bytes) -> int:
     if signature != HEAD:
         raise archive.corrupt("no local header where the directory says", "E0341", member.header, place=member.name)
     same = head[LOCAL.size :] == member.raw_name and n == len(member.raw_name) and flags == member.flags and not method
-    later = flags & 8 and not crc and not packed and not nbytes  # then they stand in the descriptor
+    later = flags & 8 and not crc and not packed and not nbytes  # streamed: CRC and sizes are in the descriptor
     if not later and packed == nbytes == 0xFFFFFFFF:
         extra = archive.read(member.header + LOCAL.size + n, e)
         nbytes, packed = _zip64(archive, extra, (nbytes, packed, 0, 0), member.header)[:2]
@@ -408,7 +408,7 @@ def _local_size(archive: ZipArchive, member: ZipMember, head: bytes) -> int:
 
 
 def _descriptor(archive: ZipArchive, member: ZipMember, raw: bytes, where: int) -> None:
-    """Check what lies behind a member's data: nothing, or its descriptor where the flags announce one."""
+    """Check the bytes after a member's data: none, or its descriptor if the flags announce one."""
     if not raw:
         return
     if member.flags & 8 and len(raw) in (12, 16, 20, 24):

@@ -1,8 +1,8 @@
 """The whole layout of a torch zip before any tensor byte exists: offsets, literal bytes, CRC holes.
 
 The idea: everything in the archive but the storages is known from the pickle and the storages' sizes, so the file's
-size and every byte around the storages are computed at once; a storage's CRC-32, which stands behind it and once more
-in the directory, is left as two holes of 4 bytes that the executor fills when the values have moved.
+size and every byte around the storages are computed at once; a storage's CRC-32, which is stored after it and again in
+the directory, is left as two holes of 4 bytes that the executor fills when the values have moved.
 
     plan = plan_zip("model", pickle, [("0", 24)])
     plan.size, plan.offsets, plan.crcs         # 1577, (704,), ((732, 1206),)
@@ -52,7 +52,7 @@ class _ZipEntry(NamedTuple):
 
 
 def plan_zip(root: str, pickle: bytes, storages: Sequence[tuple[str, int]], *, base: int = 0) -> ZipPlan:
-    """Lay out a torch zip.
+    """Compute the layout of a torch zip.
 
     Args:
         root: its top folder: the file's stem, or `archive` for an item of a DCP file.
@@ -90,7 +90,8 @@ def _serialization_id(pickle: bytes, storages: Sequence[tuple[str, int]]) -> byt
 
 
 class _ZipWriter:
-    """Lays members one behind the other. `at`: bytes so far; `pieces`: (offset, bytes) of what is no storage."""
+    """Arranges members one after the other. `at`: bytes so far; `pieces`: (offset, bytes) of everything but
+    storages."""
 
     def __init__(self, root: str) -> None:
         self.root = root
