@@ -1,9 +1,9 @@
 """An adapter, opened: its tensors, and what its config says of the arithmetic (`formats.adapters.settings`).
 
 Opened are PEFT's folders, the checkpoints of Megatron's LoRA runs (seen under PEFT's names), and the LoRA folders of
-PaddleFormers. PaddleFormers keeps `lora_A` (in, r) and `lora_B` (r,
-out) beside weights stored (in, out): `W += lora_A @ lora_B * alpha / r` (1.2.0 `peft/lora/lora_layers.py`). Seen
-through swapped strides they are PEFT's pair for a transposed weight, so nothing else knows the difference.
+PaddleFormers. PaddleFormers keeps `lora_A` (in, r) and `lora_B` (r, out) for weights stored as (in, out):
+`W += lora_A @ lora_B * alpha / r` (1.2.0 `peft/lora/lora_layers.py`). With swapped strides they are PEFT's pair for a
+transposed weight, so no other code needs to know the difference.
 """
 
 from __future__ import annotations

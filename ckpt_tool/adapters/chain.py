@@ -6,8 +6,8 @@ torch's MKL has these bits up to some length (192 or more, measured), and so has
 of OpenBLAS's kernels (NumPy 2.4.6, measured) the one for AVX-512 makes one chain in blocks of 4 rows; the one for AVX2
 makes two from k = 8 on, but one in blocks of 2 and of 3 rows; those without fused multiply-adds make none. So the rows
 of a block are chosen by trial, once for a shape, against the chain written out; where no number of rows will do, the
-chain is written out for real, hundreds of times slower. A chain is parted every 320 products, where libraries begin to
-part it at places of their own, and the parts are added up one after another.
+chain is written out for real, hundreds of times slower. A chain is split every 320 products, where libraries begin to
+split it at places of their own, and the parts are added up one after another.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ class ExpertModule(NamedTuple):
 
 
 def find_list(module: str, base: Mapping[str, LogicalTensor]) -> ExpertModule | None:
-    """What a module is of, where the base has no such module but a stacked tensor with the singular of its name."""
+    """The stacked tensor that a module is an expert of, if the base has no such module but a stacked tensor with the
+    singular of its name; else None."""
     match = _IN_A_LIST.fullmatch(module)
     if match is None or f"{module}.weight" in base:
         return None

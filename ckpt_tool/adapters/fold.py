@@ -9,9 +9,9 @@ another, each times its `--weight`: W + w1 s1 B1 A1 + w2 s2 B2 A2, which is what
 its `add_weighted_adapter` gives by `cat`; its `linear` mixes A of one with B of the other, and is not this).
 
 Before a byte moves, every reason why the adapter can't be folded is reported at once: targets that the base lacks,
-shapes, ranks, leftovers. What training left beside the weights (optimizer, masters, averages) stays behind by name: it
-would belong to other weights. A single source has its adapter inside (`inside`). What it does not do: fold other
-methods than LoRA's family (`adapter` names them), undo a folding.
+shapes, ranks, leftovers. Other states of training (optimizer, masters, averages) are dropped, and the report names
+them: they would belong to other weights. A single source has its adapter inside (`inside`). What it does not do: merge
+other methods than LoRA's family (`adapter` names them), undo a merge.
 """
 
 from __future__ import annotations
@@ -188,8 +188,8 @@ def _match_adapters(everything: Chosen, adapters: Sequence[Adapter], job: Conver
 
 
 def _refuse_quantised(base: Chosen, reading: Reading) -> None:
-    """Raise UsageError E1427 for an adapter that does not fit a base of codes: before their floats are made nobody can
-    say whether it is of another one."""
+    """Raise UsageError E1427 for an adapter that does not fit a quantised base: until the base is dequantised, it is
+    unknown whether the adapter belongs to another one."""
     kinds = model_kinds(row.tensor for row in base.stored)
     scheme, weights = found_in(kinds, _config(base, reading), checked=False) if kinds else (None, None)
     is_unknown = scheme is not None and not scheme.known

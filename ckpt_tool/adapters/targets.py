@@ -50,7 +50,7 @@ from ckpt_tool.formats.adapters.settings import Settings
 Shape = tuple[int, ...]
 TRANSPOSED = ("gpt_oss", "aria", "openai_privacy_filter")  # model types whose stacked experts are (experts, in, out)
 _MOST = 6  # parameters of one module
-# names that near misses are looked for in a base of less than _MANY: each is held against all
+# How many names get a search for near misses if the base has less than _MANY: each is compared with all of them.
 _NEAR = 10
 _MANY = 2000
 

@@ -7,9 +7,9 @@ elements. Over a chain of strides that divide one another both are boxes of digi
     k -> paddle qkv        k rows 0..7 to columns 12..15 and 32..35
     compose                qkv rows 12..15 and 32..35 to columns 12..15 and 32..35
 
-Cost: about 30 us for a meeting of a new shape, 3 us for one that was seen (layers and experts repeat), 1 us for one
-that lies so many rows further in one tensor (`_Rows`: a layer's experts); pieces whose
-ranges do not touch are never compared. What it does not do: ask whether a map of values is exact.
+Cost: about 30 us for an overlap of a new shape, 3 us for a shape seen before (layers and experts repeat), 1 us for the
+same shape some rows further in the same tensor (`_Rows`: a layer's experts); pieces whose ranges do not touch are never
+compared. What it does not do: ask whether a map of values is exact.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def compose(first: Iterable[Piece], second: Iterable[Piece]) -> list[Piece]:
             if src.name != PAD or dst.name != PAD:
                 out.append(Piece(ext, src, dst, joined(maps, more) if maps or more else ()))
             continue
-        once = {(piece.ext, piece.src): piece for piece in others}  # a taker that stands twice makes copies
+        once = {(piece.ext, piece.src): piece for piece in others}  # a taker that appears twice makes copies
         near = _Nearby(others, "src") if len(others) > 1 else None
         rows = _Rows.of(group, near) if near else None
         moved = 0
@@ -112,10 +112,10 @@ class _Nearby:
 
 
 class _Rows:
-    """Takers of a tensor that is made row by row, as the experts of a layer in one tensor are: each lies within one
-    row, and what it meets there is what its like meet in theirs, so many rows further.
+    """Takers of a tensor whose rows are filled one by one, such as the stacked experts of a layer. Each taker is within
+    one row, so takers at the same place in other rows overlap the same pieces, shifted by as many rows.
 
-    starts: row and class of each of `pieces`; those of one class are one, shifted by whole rows."""
+    starts: row and class of each of `pieces`; pieces of one class differ by a shift of full rows only."""
 
     def __init__(self, pieces: Sequence[Piece], step: int) -> None:
         self.pieces = pieces

@@ -13,12 +13,12 @@ Both directions, every shape and the checks follow from the line. The language, 
     _         in place of a name: elements that are made (zeros) or dropped; the only place where that happens
 
 The k-th part of the left side is the k-th part of the right: parts are the summands of the patterns, term by term and
-name by name. Two parts that meet have the same axes, each once; an axis may stand in a pattern or as `{axis}` in the
-name, which is how stacked tensors are written: `W : e h f = experts.{e}.w : f h`. Where `<a|b>` has one pattern, it is
-everyone's. A condition on an index (`if i >= first_k_dense_replace`) chooses among the tensors, any other one keeps or
-leaves the rule. An axis is a count, or the indices that `{axis}` takes (`range(3, 61)`); in a pattern it is as long as
-they are many. A term that stands twice in one tensor (`qkv : ... = <q|k|k>_proj : ...`) has its elements in both
-places; read, it is what the first holds.
+name by name. Two parts that correspond have the same axes, each once; an axis may appear in a pattern or as `{axis}` in
+the name, which is how stacked tensors are written: `W : e h f = experts.{e}.w : f h`. If `<a|b>` has one pattern, it
+holds for all names. A condition on an index (`if i >= first_k_dense_replace`) chooses among the tensors, any other one
+keeps or drops the rule. An axis is a count, or the indices that `{axis}` takes (`range(3, 61)`); in a pattern its size
+is the number of indices. A term that appears twice in one tensor (`qkv : ... = <q|k|k>_proj : ...`) has its elements in
+both places; when it is read, the first place counts.
 
     >>> rule = equation("fc1 : ((1 + 1) f) h = <gate|up> : f h")
     >>> rule.shapes({"f": 4, "h": 2})
@@ -83,7 +83,7 @@ class Equation:
 
     @property
     def indices(self) -> frozenset[str]:
-        """The axes that stand in a name."""
+        """The axes that appear in a name."""
         return frozenset(axis for term in (*self.left, *self.right) for axis in term.axes)
 
     def holds(self, sizes: Sizes, config: Config | None = None) -> bool:
@@ -348,7 +348,7 @@ def _joined_fault(faults: Sequence[UsageError], text: str) -> UsageError:
 
 
 def _copies(side: Sequence[Term], other: Sequence[Term]) -> set[int]:
-    """The terms that stood before, both in one tensor of the other side."""
+    """The numbers of terms that repeat an earlier term, if both belong to one tensor of the other side."""
     if len(side) == len(set(map(str, side))):
         return set()
     places = [number for number, term in enumerate(other) for _ in term.pattern.kinds]

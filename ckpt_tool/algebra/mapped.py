@@ -1,7 +1,7 @@
-"""Mapped: what a mapping between two namings comes to for one checkpoint, tensor by tensor.
+"""Mapped: the result of applying a mapping between two namings to one checkpoint, tensor by tensor.
 
-A family's equations and AOA statements end in the same values: each target tensor with the pieces that fill it,
-wholly and once, and each source tensor that nothing is made of, by name.
+A family's equations and AOA statements give the same kind of result: each target tensor with the pieces that fill it,
+completely and once, and the name of each source tensor that no target uses.
 
     Made("qkv", (32, 64), pieces=(Piece(..., src=Side("q", ...), dst=Side("qkv", ...)), ...))
 

@@ -4,11 +4,11 @@
     (g (r + 1 + 1) d) h      dim 0 counts g groups; in each, r + 1 + 1 heads; in each, d rows      Megatron's fused QKV
     (t (1 + 1) u) h          two halves interleaved in t stripes                                   a TP-striped SwiGLU
     h (n 2 j)                a number larger than 1 is an axis of that size, named by its digits
-    h ((1 + 1 @ 2 1) f)      two halves, the first of which lies second
+    h ((1 + 1 @ 2 1) f)      two halves, stored in reverse order
 
-`( )` nests row-major, the left axis slowest; `1` is the unnamed unit; `+` stands inside parentheses and binds looser
-than a sequence: `(a b + c)` lays `a b` before `c`, `(a b + c @ 2 1)` behind it: after `@` stands the place of each
-summand. The empty pattern is a scalar.
+`( )` nests row-major, the left axis slowest; `1` is the unnamed unit; `+` is used inside parentheses and binds looser than
+a sequence: `(a b + c)` puts `a b` before `c`, `(a b + c @ 2 1)` puts it after `c`: the numbers after `@` are the
+places of the summands. The empty pattern is a scalar.
 
 A pattern with sums is several **parts**, one for each choice of a summand, as they are written: the QKV above has the
 parts `g r d h`, `g d h`, `g d h`. A part is a dense grid of axes: an offset and a stride for each axis, in elements

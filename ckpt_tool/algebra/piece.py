@@ -1,6 +1,6 @@
-"""Piece: a strided block of elements here that is a strided block of elements there, one to one.
+"""Piece: a strided block of elements of one tensor that equals a strided block of another, one to one.
 
-Element `k = (k0, k1, ...)`, `0 <= kj < ext[j]`, lies at `offset + sum(kj * strides[j])` of each side's tensor, counted
+Element `k = (k0, k1, ...)`, `0 <= kj < ext[j]`, is at `offset + sum(kj * strides[j])` of each side's tensor, counted
 in elements of that tensor's row-major space. The K heads of a fused QKV of 2 groups, 3 + 1 + 1 heads of 4 rows, 10
 columns:
 
@@ -35,7 +35,7 @@ SideName = Literal["src", "dst"]
 
 
 class Side(NamedTuple):
-    """Where a piece lies in one tensor."""
+    """The place of a piece in one of its two tensors."""
 
     name: str
     # offset, strides: in elements of the tensor's row-major space
@@ -80,9 +80,9 @@ class Piece(NamedTuple):
         return Piece(ext, src, dst, self.maps)
 
     def cut(self, side: SideName, shape: Sequence[int], box: Box) -> list[Piece]:
-        """What of the piece lies in `box` of that side's tensor of `shape`, as disjoint pieces; [] when nothing.
+        """The part of the piece inside `box` of that side's tensor of `shape`, as disjoint pieces; [] if there is none.
 
-        At most two pieces more for each axis; one where the box cuts between whole runs. Each axis of the result
+        At most two pieces more for each axis; one if the box cuts between complete runs. Each axis of the result
         runs along one dim of `shape`, so that `into` can follow.
         """
         if side == "dst":
@@ -96,7 +96,7 @@ class Piece(NamedTuple):
     def along(self, side: SideName, shape: Sequence[int]) -> list[Piece]:
         """The piece as disjoint pieces each of whose axes runs along one dim of that side's tensor of `shape`.
 
-        One piece where no axis crosses a dim's end (an axis of both rows and columns is parted into the two).
+        One piece if no axis crosses a dim's end (an axis of both rows and columns is split into the two).
         """
         if side == "dst":
             return [piece.swap() for piece in self.swap().along("src", shape)]
@@ -106,7 +106,7 @@ class Piece(NamedTuple):
         return parts
 
     def cut_range(self, side: SideName, start: int, stop: int) -> list[Piece]:
-        """What of the piece lies in elements [start, stop) of that side's row-major space, as disjoint pieces."""
+        """The part of the piece in elements [start, stop) of that side's row-major space, as disjoint pieces."""
         if side == "dst":
             return [piece.swap() for piece in self.swap().cut_range("src", start, stop)]
         return [compact(part) for part in _clip(self, 1, self.src.offset, start, stop)]
@@ -115,9 +115,9 @@ class Piece(NamedTuple):
         """The piece with one side given in an array that stores `box` of that side's tensor of `shape`.
 
         Args:
-            offset, strides: of the array, in elements: where the box's first element lies, and a step along each dim
+            offset, strides: of the array, in elements: the place of the box's first element, and a step along each dim
                 (as `Chunk.region` gives them).
-        Returns: the piece whose side counts in elements of that array. The piece must lie in the box: `cut` first.
+        Returns: the piece whose side counts in elements of that array. The piece must be inside the box: `cut` first.
         """
         at: Side = getattr(self, side)
         steps = contiguous_strides(shape)

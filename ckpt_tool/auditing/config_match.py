@@ -135,7 +135,7 @@ def _check_quantisation(subject: Subject) -> Iterator[FoundFault]:
     quantised = subject.quantised
     by_name = quantisation(None, kinds) if has_integers(kinds.values()) else None
 
-    # Of a scheme that is not known nobody can say which parts belong together.
+    # If the scheme is unknown, so is which parts belong together.
     is_known = scheme.known if scheme is not None else by_name is None or by_name.known
     is_told = bool(quantised.weights) or scheme is not None
     for fault in quantised.faults[:_SHOWN] if is_told and is_known else ():

@@ -11,7 +11,7 @@ agrees with itself. What is seen then is a gap in the numbers of the files where
     files hold tensors that the index lacks             Megatron-Bridge #4083
     a file that ends early                              a killed save that resuming takes: speculators #739
 
-The threads were read on GitHub. What this does not do: tell who wrote the files; it says whose fault looks like this.
+The threads were read on GitHub. What this does not do: prove who wrote the files; it names the tools with such a fault.
 """
 
 from __future__ import annotations

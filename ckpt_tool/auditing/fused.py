@@ -1,9 +1,9 @@
-"""Fused weights whose parts may lie in another order than the family's, by the sizes of their rows: suspicions.
+"""Suspicions that the parts of a fused weight are in another order than the family's, by the sizes of their rows.
 
     qkv_proj.weight : (g r d + g d + g d) h    all queries, then all keys, then all values; or group by group?
     gate_up_proj.weight : ((1 + 1) f) h        all gates, then all ups; or one by one, or stripes of tensor ranks?
 
-The arrangement that the family states is held against the others that exporters have produced by mistake: interleaved
+The arrangement that the family states is compared with others that exporters have produced by mistake: interleaved
 group by group, row by row, and in stripes of 2, 4 or 8 tensor ranks. A suspicion is named where another one explains
 the rows' sizes far better (`run.row_norms`) in every layer, or where one layer has gate and up the other way round than
 all others. Parts that do not differ show nothing. What it does not do: find two parts of one size that are swapped in
@@ -48,7 +48,7 @@ class Fused(NamedTuple):
 
 
 def findings(subject: Subject) -> Iterator[FoundFault]:
-    """Fused weights whose parts seem to lie in another order. One read of those weights."""
+    """Fused weights whose parts seem to be in another order. Reads those weights once."""
     from ckpt_tool.run.row_norms import apart, explained, row_norms, sloped
 
     suspected: dict[tuple[str, str], list[str]] = defaultdict(list)

@@ -5,7 +5,7 @@
     A0103  shapes that contradict the config
     A0104  fewer experts than the config says, or more
     A0105  a part of the MTP layers that the config promises
-    A0106  numbers of files that are left out: model-00047-of-00048 beside an index that names the other 47
+    A0106  numbers of files that are left out: model-00047-of-00048, if the index names the other 47
     A0108  a config that contradicts itself
     A0109  names that begin with what a wrapper puts there: no library finds its weights under them
     A0110  tensors outside the layers that neither the family nor the class in the config has
@@ -104,7 +104,7 @@ def _find_wrapped(subject: Subject) -> Iterator[FoundFault]:
 
 
 def lost_names(subject: Subject) -> list[str]:
-    """What a whole model would have beside the tensors that are there, but for MTP layers."""
+    """The names that a complete model would have in addition to the tensors that are there, without MTP layers."""
     if subject.found is None:
         return []
     family, dialect = subject.found
@@ -125,8 +125,8 @@ def _strange(subject: Subject) -> Iterator[FoundFault]:
 
 
 def _outside(subject: Subject) -> Iterator[FoundFault]:
-    """One finding for all tensors outside the layers that no rule has. A class that the family does not list
-    (`LlamaForSequenceClassification`, a reward model's own) may have heads of its own, so that nobody can say."""
+    """One finding for all tensors outside the layers that no rule is about. A class that the family does not list
+    (`LlamaForSequenceClassification`, a reward model's own) may have heads of its own, so it gets no finding."""
     if subject.found is None or not subject.sure:
         return
     family, dialect = subject.found
@@ -150,8 +150,8 @@ def _shapes(subject: Subject) -> Iterator[FoundFault]:
 
 
 def _experts(subject: Subject) -> Iterator[FoundFault]:
-    """Experts one by one against the number in the config; `completeness` finds gaps, and shapes tell fused ones. And
-    experts that are there in both layouts."""
+    """Findings on experts: those stored one by one whose number is not the config's, and those stored in both layouts.
+    `completeness` finds gaps, and shapes reveal a wrong number of fused ones."""
     for front in mixed_experts(subject.weights):
         pattern = front.replace("%d", "*")
         yield FoundFault(EXPERTS, f"{pattern} has its experts both one by one and in one tensor a layer", pattern)

@@ -1,4 +1,4 @@
-"""What is audited: an open checkpoint, its config, and the family whose rules it is held against.
+"""The subject of an audit: an open checkpoint, its config, and the family with whose rules it is compared.
 
 The parameters are those of the model, or the fp32 masters where a job keeps no others (ZeRO 3). Where no family is
 known by config and names, the rules are left out, and the report says so.

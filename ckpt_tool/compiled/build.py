@@ -40,7 +40,7 @@ FLAGS = (
     *("-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
 
-# What each path may use beside FLAGS. paths.c asks the processor for the same features, one by one.
+# What each path may use in addition to FLAGS. paths.c asks the processor for the same features, one by one.
 _V2 = ("-march=x86-64", "-mtune=generic", "-mssse3", "-msse4.2", "-mpopcnt")
 _AVX2 = (*_V2, "-mavx2", "-mfma", "-mbmi", "-mbmi2")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl")

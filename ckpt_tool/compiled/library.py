@@ -152,7 +152,7 @@ class CompiledLibrary:
         """out = nearest code(values / divisors), as `quantised.nearest_codes` has it; (the largest distance of what is
         made
         of the codes, the sums of squares of the distances and of the values). where: (columns, columns of the first
-        block that lie before them, columns of a block). divisors: (rows, blocks) or one row for all, fp32. out: 1-d,
+        block to the left of them, columns of a block). divisors: (rows, blocks) or one row for all, fp32. out: 1-d,
         bytes. None where a dtype is not known here."""
         line, dtype = values
         if dtype not in _KINDS or to not in _CODES:
@@ -187,9 +187,9 @@ class CompiledLibrary:
         return not self._floats(*at, out.ctypes.data, _KINDS[dtype])
 
     def turned(self, source: Array, target: Array) -> bool:
-        """target[...] = source, two views of one shape whose items lie side by side along one axis each, not the same.
+        """target[...] = source, for two views of one shape whose items are contiguous along different axes.
 
-        False, with nothing written, where they are no such views."""
+        False, with nothing written, for other views."""
         item = source.itemsize
         shape = source.shape
         along = [d for d in range(len(shape)) if shape[d] > 1 and source.strides[d] == item]

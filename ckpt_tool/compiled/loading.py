@@ -85,7 +85,7 @@ def _choose(setting: str) -> Choice:
 
 @functools.cache
 def opened_library(folder: Path) -> Opened:
-    """The library of a folder, loaded. Refused: one that is not there, is of other sources, or can't be loaded."""
+    """The library of a folder, loaded. Refused if it is missing, built from other sources, or can't be loaded."""
     path = folder / "libckpt_loops.so"
     refusal = _refusal_of(path)
     if refusal:

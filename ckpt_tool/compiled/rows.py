@@ -1,4 +1,4 @@
-"""The compiled reader of a pickle's rows (`rows.c`): objects of one class, one behind the other, taken as columns.
+"""The compiled reader of a pickle's rows (`rows.c`): consecutive objects of one class, read as columns.
 
     reader = ready(nbytes)                       # nbytes: of the pickle; None: its machine takes row by row
     fqn = reader.intern(b"fqn")
@@ -34,7 +34,7 @@ class RowStep(IntEnum):
     OPEN = 1  # an object without arguments, and its dict
     TEXT = 2  # any text of ASCII
     INT = 3  # a number from 0 to 2^63 - 1
-    SKIP = 4  # a number, or None, that nobody asks for
+    SKIP = 4  # a number, or None, that is not needed
     SIZE = 5  # a torch.Size; the id is that of its name
     CLOSE = 6
 
@@ -47,7 +47,7 @@ class RowColumns(NamedTuple):
     ids: array[int]
     ints: array[int]
     dims: bytes  # of the sizes, row by row
-    sizes: array[int]  # their numbers, one behind the other
+    sizes: array[int]  # the numbers of all sizes, concatenated
     at: int  # where in the window the next row would begin
     memo: int  # its length by then
     opcodes: int  # of the rows

@@ -1,5 +1,5 @@
 """Items of a file compared with the first of their kind in one call (`twins.c`); `formats.dcp_container.dcp_items` says
-what a twin is and has the road without.
+what a twin is and has the fallback in Python.
 
     compare = ready(items)                               # items: how many there are; None: one by one
     crcs, nbytes = compare(fd, [1577, 3794], [0, 0], [TwinKind(...)])     # of each item, -1 where it is no twin
@@ -29,7 +29,7 @@ class TwinKind(NamedTuple):
     end_at: int  # where their end begins, from their start
     end: bytes
     fixed: bytes  # 255 for each byte of the end that is to be equal, else 0
-    # crc, id_crc: where in the end a CRC-32 stands twice; the first is the tensor's
+    # crc, id_crc: where in the end a CRC-32 is stored, twice each; the first is the tensor's
     crc: tuple[int, int]
     id_crc: tuple[int, int]
 

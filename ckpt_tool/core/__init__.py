@@ -1,1 +1,1 @@
-"""Values that flow through the house: boxes, keys, chunks, catalogs, meshes, layouts. No IO, no torch."""
+"""Values that flow through all of ckpt: boxes, keys, chunks, catalogs, meshes, layouts. No IO, no torch."""

@@ -1,4 +1,4 @@
-"""Bounds: a count that a file, a name or an option states is held against what there is before anything is counted out.
+"""Bounds: a count stated by a file, a name or an option is compared with what exists before a loop runs that often.
 
     model.layers.1000000000.w in a file of 20 tensors     no list of a billion layers: E1650
 
@@ -14,9 +14,14 @@ LEAST = 4096  # of layers and experts: few enough to count out, and a checkpoint
 
 
 def check_count(count: int, there: int, what: str, *, path: str | None = None, key: str | None = None) -> int:
-    """`count`, unless it is more than `there` things can show. what: in words, as in `layers by the tensors' names`.
+    """Return `count`, unless it is more than both `there` and `LEAST`.
 
-    path, key: where it stands, if that is known. Raises InconsistentCheckpoint E1650.
+    Args:
+        there: how many things can exist at most.
+        what: the counted things in words, as in `layers by the tensors' names`.
+        path, key: where the count is stated, if that is known.
+
+    Raises InconsistentCheckpoint E1650.
     """
     if count <= max(there, LEAST):
         return count

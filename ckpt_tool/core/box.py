@@ -41,7 +41,7 @@ class Box(NamedTuple):
         return Box(tuple(o + sign * d for o, d in zip(self.offset, by, strict=True)), self.shape)
 
     def inside(self, shape: Sequence[int]) -> bool:
-        """Does the box lie in a tensor of `shape`? False for another rank or a negative number."""
+        """Is the box inside a tensor of `shape`? False for another number of dims or a negative number."""
         return len(shape) == len(self.shape) == len(self.offset) and all(
             o >= 0 and n >= 0 and o + n <= s for o, n, s in zip(self.offset, self.shape, shape, strict=True)
         )
@@ -65,8 +65,8 @@ class Box(NamedTuple):
 
 
 def first_hole(shape: Sequence[int], boxes: Iterable[Box], *, most: int = 4096) -> Box | None:
-    """The first box (by its offset) of a tensor of `shape` that none of `boxes` holds, None where there is none, or
-    where it takes more than `most` pieces to tell."""
+    """The first box (by its offset) of a tensor of `shape` that none of `boxes` covers. None if there is none, or if
+    the search needs more than `most` pieces."""
     holes = [whole(shape)] if 0 not in shape else []
     for box in boxes:
         holes = [piece for part in holes for piece in part.minus(box)]

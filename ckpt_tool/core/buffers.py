@@ -1,4 +1,4 @@
-"""Buffers: what a module keeps beside its parameters, told by the names that libraries give it.
+"""Buffers: tensors of a module that are no parameters, recognised by the names that libraries give them.
 
     model.rotary_emb.inv_freq                  derived: the config says its values, a loader makes it again
     encoder.bn1.running_mean                   gathered: it follows the training, and no optimizer has a state for it

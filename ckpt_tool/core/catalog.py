@@ -65,7 +65,7 @@ class Catalog:
     extras: Mapping[str, Any] = field(default_factory=dict)
     mesh: Mesh = Mesh()  # the degrees that the source states or its boxes show; empty when it says nothing
     files: tuple[str, ...] = ()  # every file that the checkpoint consists of, relative to the root, with `/`
-    # small files beside it (config.json, tokenizer) that a conversion copies as they are
+    # small files next to it (config.json, tokenizer) that a conversion copies as they are
     sidefiles: tuple[str, ...] = ()
     notes: tuple[Note, ...] = ()
     # globals of tier 3 (see `pickles.pickle_reader`), as `module.name at FILE, opcode N`; `inspect` shows them, every
@@ -75,7 +75,7 @@ class Catalog:
     hints: Hints = Hints()
     # layout-free digests that the source recorded for its tensors
     digests: Mapping[TensorKey, str] = field(default_factory=dict)
-    # files that say which box lies in which file, where the format has them: what they leave out is in no file
+    # index files, which say what box is in which file, if the format has them: a box they leave out is in no file
     indexes: tuple[str, ...] = ()
     # tensors of the states whose values no reader gives; `inspect` names them, and who leaves their states behind can
     # have the rest. Of what a format does not list here `unsafe` has lines alone.
@@ -135,8 +135,8 @@ class Catalog:
 def faults_of(tensors: Iterable[LogicalTensor], indexes: Sequence[str] = ()) -> Iterator[CkptError]:
     """Every tensor whose chunks leave the tensor, leave a gap or overlap. tensors: to be gone through more than once.
 
-    A gap is laid to the file that should fill it: the index that leaves it out, where one says what lies where
-    (`indexes`), else the file that holds that part of tensors that lie beside this one.
+    A gap is attributed to the file that should fill it: the index that leaves it out, if the format has one
+    (`indexes`), else the file that holds the same part of similar tensors.
     """
     gaps: dict[str, LogicalTensor] = {}
     faults: list[CkptError] = []
@@ -177,12 +177,12 @@ def _add_location(
 
 
 def _holders(tensor: LogicalTensor, sound: Sequence[LogicalTensor]) -> tuple[list[str], TensorKey, bool] | None:
-    """(files, a tensor, are we sure?): which files hold what this tensor lacks, of one that lies otherwise just as it
-    does.
+    """(files, a tensor, is it certain?): the files that should hold what this tensor lacks, and a complete tensor that
+    is distributed in the same way and shows it.
 
-    Parts are compared by proportion, so (6, 2) cut in halves lies as (8, 4) does; nothing less than the same parts in
-    the same files will do: flat slices of ZeRO look alike and are not. Sure are we where several tensors say so, and
-    none else.
+    Parts are compared by proportion, so (6, 2) cut in halves is distributed like (8, 4); all parts have to be in the
+    same files, because flat slices of ZeRO look similar without being so. It is certain if several tensors agree and
+    none disagrees.
     """
     own_parts = set(_parts(tensor))
     keys_of: dict[tuple[str, ...], list[TensorKey]] = {}

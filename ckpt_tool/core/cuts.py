@@ -41,7 +41,7 @@ class Cuts:
         self._cuts: dict[tuple[object, ...], Cut] = {}
 
     def number(self, index: int, shape: tuple[int, ...]) -> int:
-        """The number in `placed` that stands for all tensors with the boxes of wanted tensor number `index`.
+        """The number in `placed` that represents all tensors with the boxes of wanted tensor number `index`.
 
         Placements are compared by identity: hashing one for each of a million tensors would take longer than all else.
         """

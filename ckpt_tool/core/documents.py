@@ -25,7 +25,7 @@ class Total(TypedDict):
 
     tensors: int
     bytes: int
-    parameters: int  # elements of the model; of quantised weights, those that the codes stand for
+    parameters: int  # elements of the model; of quantised weights, those that the codes encode
 
 
 class StateTotal(TypedDict):
@@ -278,7 +278,7 @@ class QuantisedWeights(TypedDict):
 
 
 class NameEntry(TypedDict):
-    """What names of the source become in another dialect; `*` stands for a number."""
+    """What names of the source become in another dialect; `*` is a placeholder for a number."""
 
     source: str
     target: list[str]
@@ -500,7 +500,7 @@ class VerifyResult(TypedDict):
     digests: dict[str, dict[str, str]]  # state -> tensor -> digest, the same in every format and layout
     signature: SignedEntry | None
     attestation: SignedEntry | None
-    uncovered: list[UncoveredFile] | None  # None where nobody looked
+    uncovered: list[UncoveredFile] | None  # None if this was not checked
     nonfinite: dict[str, int]  # tensor -> values that are NaN or Inf
     notes: list[str]
     refused: NotRequired[RefusedFinding]

@@ -6,7 +6,7 @@
     'BF16'
 
 Sub-byte types (F4, F6_*) count elements in shapes, as safetensors does; `nbytes` must come out whole. Types of blocks
-(GGUF's Q4_K: 144 bytes for 256 elements of a row) count blocks; `elements` says what these stand for.
+(GGUF's Q4_K: 144 bytes for 256 elements of a row) count blocks; `elements` is the number of elements in these.
 Source of the names and widths: safetensors 0.8 `tensor.rs`; of the torch names: torch 2.13 `torch.storage`.
 """
 
@@ -25,8 +25,8 @@ class DType(NamedTuple):
     numpy: str
     exact: bool
     torch: str | None
-    # elements that one item of a type of blocks stands for, 0 where items are elements; 1 for numbers of another byte
-    # order. `numpy` names a type of the same width whose values are right where NumPy has the type (`exact`), or an
+    # elements in one item of a type of blocks; 0 where items are elements; 1 for numbers of another byte order. `numpy`
+    # names a type of the same width whose values are right where NumPy has the type (`exact`), or an
     # unsigned integer that only carries the bits (BF16, FP8).
     block: int = 0
 

@@ -35,7 +35,7 @@ def choose(
 ) -> Choice:
     """Which of the mesh dims `dims` (name, size; major first) cut a tensor dim of `n` elements.
 
-    granule: elements that may not be parted (head_dim, a 128-block). uneven: mesh dims that cut as DTensor does where
+    granule: elements that stay together (head_dim, a 128-block). uneven: mesh dims that cut as DTensor does if
     all together do not divide (data ranks); the policy is for the others then. Raises UsageError (E0212) for a mesh dim
     named twice, (E0213) for a granule that does not divide `n`, (E0214) under `error` when the dims don't divide.
     """

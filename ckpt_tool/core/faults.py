@@ -25,7 +25,7 @@ def read_by_file(names: Iterable[str], read: Callable[[str], V]) -> dict[str, V]
 
 
 def together(faults: Sequence[CkptError]) -> CkptError:
-    """The first of several faults of one pass, to raise: with the others beside it, each with its place."""
+    """The first of several faults of one pass, to raise: with the others listed in it, each with its place."""
     first_fault = faults[0]
     lines = list[str]()
     for fault in faults[1:FAULTS_SHOWN]:
@@ -49,7 +49,7 @@ def read_each(
     """`read` of every item, in order. What is wrong with the input is raised when all were tried, as one error
     (`together`); what asks for code, and what the operating system refuses, at once.
 
-    file: what an item lies in, where several lie in one: a file that does not read is named once.
+    file: the file of an item, if several items share one: a file that can't be read is named once.
     """
     results: list[V] = []
     faults: dict[object, CkptError] = {}

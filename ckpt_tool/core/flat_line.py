@@ -5,9 +5,10 @@
         .window(0, 10)   rank 0's interval: w 0..10                 boxes w[0:2, :] at 0 and w[2, 0:2] at 8
         .window(10, 20)  rank 1's: w 10..12 and b                   boxes w[2, 2:4] at 0 and b[0:5] at 5
 
-The one idea: an interval of a line is a line, and an element's place in a file is its place in the interval. What lies
-at which place is the format's rule (padding, alignment, order); from places to boxes is written here, once: `chunks`
-says which box of which tensor a part of a stored array holds, `parts` where the boxes of wanted tensors go.
+The one idea: an interval of a line is a line, and an element's place in a file is its place in the interval. Which
+element is at which place is the format's rule (padding, alignment, order); the step from places to boxes is written
+once, here: `chunks` says which box of which tensor a part of a stored array holds, `parts` where the boxes of wanted
+tensors go.
 
 Cost: a microsecond or two a box; at most 2n - 1 boxes for an interval of a tensor of rank n, times the boxes of its
 block.
@@ -29,15 +30,15 @@ Boxes = Sequence[tuple[Box, Box]]  # (box of the tensor, box of the block), tili
 
 
 class LinePlace(NamedTuple):
-    """Elements [start, stop) of a block's row-major line lie at element `at` of the flat line."""
+    """Elements [start, stop) of a block, flattened row-major, are at element `at` of the flat line."""
 
-    # what the block is of, in the caller's terms (a name, a tensor's number)
+    # the tensor that the block belongs to, in the caller's terms (a name, a number)
     of: Any  # Python 3.10 has no generic NamedTuple, so `FlatLine[T]` alone states the type
     at: int
     start: int
     stop: int
     shape: tuple[int, ...]  # the block's
-    # where the block lies in its tensor (a fused matrix in two boxes); (): the block is the whole tensor
+    # the block's boxes in its tensor (a fused matrix has two); (): the block is the whole tensor
     boxes: Boxes = ()
 
     @property
@@ -46,7 +47,7 @@ class LinePlace(NamedTuple):
 
 
 class LinePart(NamedTuple):
-    """`box` of tensor `of` lies at element `at` of the line, row-major;"""
+    """`box` of tensor `of` is stored at element `at` of the line, row-major."""
 
     of: Any
     box: Box
@@ -58,7 +59,7 @@ class LinePart(NamedTuple):
 class FlatLine(Generic[T]):
     """See the module."""
 
-    # by `at`, none begins before the one before ends; between them lies padding
+    # ordered by `at`, without overlaps; between them there is padding
     places: tuple[LinePlace, ...]
 
     @staticmethod
@@ -68,7 +69,7 @@ class FlatLine(Generic[T]):
 
     @staticmethod
     def end_to_end(blocks: Iterable[tuple[T, tuple[int, ...], int]]) -> FlatLine[T]:
-        """Whole tensors one behind the other: (of, shape, elements of padding behind it)."""
+        """The line of consecutive tensors: (of, shape, elements of padding after it)."""
         places = []
         position = 0
         for owner, shape, gap in blocks:
@@ -107,7 +108,7 @@ class FlatLine(Generic[T]):
         return FlatLine(tuple(places))
 
     def chunks(self, array: StoredArray, start: int = 0) -> Iterator[tuple[T, Chunk]]:
-        """(tensor, chunk) of all that lies in `array`, a 1-d one that holds the line from element `start` on."""
+        """(tensor, chunk) of everything stored in `array`, a 1-d one that holds the line from element `start` on."""
         for place in self.window(start, start + array.numel).places:
             for run, position in _runs(place):
                 for box, inner in _locate_in_tensor(place, run):
@@ -117,7 +118,7 @@ class FlatLine(Generic[T]):
                         yield place.of, Chunk(box, array.view(position, run.shape), inner)
 
     def parts(self) -> Iterator[LinePart]:
-        """Where the boxes of the tensors lie on the line, in its order."""
+        """The places of the tensors' boxes on the line, in its order."""
         for place in self.places:
             for run, position in _runs(place):
                 for box, inner in _locate_in_tensor(place, run):

@@ -24,8 +24,8 @@ _KINDS = {"bool": bool, "int": int, "str": str}
 
 
 class Hint:
-    """One kind of hint. A field without a default always stands in the plain form, another where it differs from it.
-    Fields are of `bool`, `int`, `str`, `tuple[X, ...]` and `Mapping[str, X]` of these or of Any, or None."""
+    """One kind of hint. The plain form contains each field without a default, and others if they differ from theirs.
+    Types of fields: `bool`, `int`, `str`, `tuple[X, ...]` and `Mapping[str, X]` with these or Any inside, or None."""
 
     KEY: ClassVar[str]
 
@@ -40,7 +40,7 @@ class Hint:
 
     @classmethod
     def read(cls, plain: Any) -> Self | None:
-        """The hint of these plain values; None where they are of another kind."""
+        """The hint with these plain values; None if they do not form one of this kind."""
         if not isinstance(plain, Mapping):
             return None
         values = {}
@@ -52,7 +52,7 @@ class Hint:
 
 
 def _sound(value: Any, kind: str) -> Any:
-    """The value where it is of the kind; what is absent or unsound is None, or empty where None is not of the kind."""
+    """The value if it has the type `kind`; else None, or empty if the type does not allow None."""
     outer, _, inner = kind.removesuffix(" | None").partition("[")
     empty: Any = None if kind.endswith("None") else {"tuple": (), "Mapping": {}, "bool": False}.get(outer)
     if outer == "tuple":
@@ -84,7 +84,7 @@ class Hints:
         return cls().having(*hints)
 
     def get(self, kind: type[H]) -> H | None:
-        """The hint of a kind, None where there is none or what stands there is none."""
+        """The hint of a kind, None if there is none or its entry is malformed."""
         return kind.read(self.plain[kind.KEY]) if kind.KEY in self.plain else None
 
     def having(self, *hints: Hint) -> Hints:
@@ -141,7 +141,7 @@ class Degrees(Hint):
         return degrees
 
     def at(self, name: str) -> int:
-        """The size of a dim, 1 where nobody states it."""
+        """The size of a dim, 1 if it is not stated."""
         size = getattr(self, name)
         return 1 if size is None else int(size)
 

@@ -76,7 +76,7 @@ class Listing(Sequence[dict[str, Any]]):
         yield "[]" if mark == "[" else "]"
 
     def tally(self) -> dict[tuple[str, Kind], int]:
-        """How many tensors there are of each state and kind, in order of first sight."""
+        """The number of tensors for each state and kind, in the order of their first occurrence."""
         counts: dict[tuple[str, Kind], int] = {}
         for (state, _, _), kinds in zip(self.blocks, self.distinct, strict=True):
             for kind, count in kinds:

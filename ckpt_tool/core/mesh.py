@@ -34,7 +34,7 @@ class Mesh:
 
     @staticmethod
     def of(**sizes: int) -> Mesh:
-        """A mesh by keyword, in the house's order, size-1 dims dropped. Raises UsageError on a bad name or size."""
+        """The mesh of some sizes, in the order of `DIMS`, without dims of size 1. Raises UsageError for a bad one."""
         for name, size in sizes.items():
             if name not in DIMS:
                 raise UsageError(f"unknown mesh dim {name!r}", code="E0210", hint=f"the dims are {', '.join(DIMS)}")
@@ -94,7 +94,7 @@ class Mesh:
         return dict(reversed(strides.items()))
 
     def label(self, coords: Coords) -> str:
-        """`tp00_pp01`: the coordinates of the dims larger than 1, in the house's order; "" for one rank."""
+        """`tp00_pp01`: the coordinates of the dims larger than 1, in the mesh's order; "" for one rank."""
         return "_".join(f"{name}{coords[name]:02d}" for name, size in self.dims if size > 1)
 
     def to_json(self) -> dict[str, int]:

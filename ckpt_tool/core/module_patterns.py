@@ -1,9 +1,9 @@
 """Module patterns of a config: regular expressions by a stranger, matched in bounded time.
 
 PEFT puts the keys of `rank_pattern` and `alpha_pattern` into `re.match(rf"(.*\\.)?({key})$", module)`, GPTQModel those
-of `dynamic` into `re.match(key, module)`. Python's engine backtracks, so a key such as `(a+)+b` can hang whoever reads
-the file. Here a pattern is a function from the set of places where it may begin to the set of places where it may end,
-so nothing is tried twice:
+of `dynamic` into `re.match(key, module)`. Python's engine backtracks, so a key such as `(a+)+b` can block any reader of
+the file forever. Here a pattern is a function from the set of places where it may begin to the set of places where it
+may end, so nothing is tried twice:
 
     >>> matches("layers.[01].self_attn.(q|k)_proj", "model.layers.1.self_attn.q_proj")
     True
@@ -67,7 +67,7 @@ def first_match(patterns: Iterable[str], module: str) -> str | None:
 
 
 def matches(pattern: str, module: str) -> bool:
-    """Does `module`, or what of it stands behind a dot, match the whole pattern? Raises NotUnderstood."""
+    """Does the pattern match all of `module`, or all that follows one of its dots? Raises NotUnderstood."""
     return _matches(pattern, _Run(module))
 
 

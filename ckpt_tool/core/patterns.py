@@ -86,7 +86,7 @@ class Names:
                 begin += len(name) + 1
             self._tables = ordered, sorted(name[::-1] for name in self.names), "\n".join(self.names), starts
         ordered, reversed_names, text, starts = self._tables
-        parts = _WILD.split(pattern.partition("[")[0])  # (what stands behind a class is not looked at)
+        parts = _WILD.split(pattern.partition("[")[0])  # (the part after a class is not used here)
         prefix = parts[0]
         reversed_suffix = "" if "[" in pattern else parts[-1][::-1]
         longest = max(parts, key=len)

@@ -71,7 +71,7 @@ SILENT: Progress = Silent()
 
 
 def working_on(progress: Progress | None, file: str) -> None:
-    """Tell a progress that wants to know it which file is being read or written now. As cheap as `advance`."""
+    """Report the file that is being read or written now to a progress that has `at`. As cheap as `advance`."""
     tell: Callable[[str], None] | None = getattr(progress, "at", None)
     if tell is not None:
         tell(file)

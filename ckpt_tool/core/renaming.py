@@ -1,7 +1,7 @@
 """Rules that rename tensors: what `--rename` is given, and the names that come of it.
 
     module.*=*                                  takes a prefix off
-    *.attention.wq.*=*.self_attn.q_proj.*       each * of the left side stands for the same text on the right
+    *.attention.wq.*=*.self_attn.q_proj.*       each * of the left side is the same text on the right
     re:^h\\.(\\d+)\\.=layers.\\1.                  Python's re.sub on the whole name
 
 A rule splits at its first `=` that no backslash precedes. Rules are tried in the order given, and the first one that

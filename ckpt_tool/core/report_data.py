@@ -1,4 +1,4 @@
-"""What a command comes to know on its way and its document does not say, kept where a report is to be made of it.
+"""Data that a command learns during its run and its document leaves out, kept if a report is to be made of it.
 
     with collected() as data:                # around one command, for --report alone
         document = job.run(progress)

@@ -33,7 +33,7 @@ G = TypeVar("G")
 
 
 class Later(Sequence[T]):
-    """A sequence that is made anew whenever it is looked at, and kept by nobody. Always the same values."""
+    """A sequence that is computed again for each access and never cached. The values are always the same."""
 
     def __init__(self, make: Callable[[], Sequence[T]]) -> None:
         self._make = make
@@ -60,7 +60,7 @@ class LazySequence(Later[T]):
 
 
 class TargetArray(NamedTuple):
-    """`box` of tensor number `tensor` lies row-major at `offset` (bytes) of the file."""
+    """`box` of tensor number `tensor` is stored row-major at `offset` (bytes) of the file."""
 
     tensor: int
     box: Box
@@ -68,8 +68,8 @@ class TargetArray(NamedTuple):
     # the stored array's shape where it is larger than the box (padding, filled with zeros at the end of each dim);
     # None: the box's own
     shape: tuple[int, ...] | None = None
-    # elements between neighbours along each dim of the box where the array lies otherwise than row-major, without gaps
-    # (a transposed matrix); None: row-major
+    # elements between neighbours along each dim of the box, if the array is not stored row-major (a transposed matrix)
+    # but still without gaps; None: row-major
     strides: tuple[int, ...] | None = None
 
 
@@ -101,7 +101,7 @@ class TargetFile(NamedTuple):
 
 
 class Places(Protocol):
-    """Where the tensors of a target lie whose arrays are not listed. Tensors of one group have the same boxes."""
+    """The places of a target's tensors, if its arrays are not listed. Tensors of one group have the same boxes."""
 
     @property
     def listable(self) -> bool:
@@ -136,8 +136,8 @@ class Target(NamedTuple):
     files: tuple[TargetFile, ...]
     single: str | None = None
     notes: tuple[str, ...] = ()
-    # given where the files' arrays are `Later`s: the same answers, tensor by tensor. A plan that nobody runs is then
-    # counted by its groups.
+    # Given if the files' arrays are `Later`s: the same answers, tensor by tensor. With it, a plan that is only shown is
+    # summed by groups.
     places: Places | None = None
     by_size: bool = False  # files end where `Wanted.shard_size` says
 
@@ -181,7 +181,7 @@ class LayoutWish(NamedTuple):
     of_systems: tuple[Any, ...] = ()  # the options that one system has, a value of each group that was given
 
     def of(self, group: type[G]) -> G:
-        """The options of one system, by their group; their defaults where nobody gave any."""
+        """The options of one system, by their group; defaults if none were given."""
         return pick_group(self.of_systems, group)
 
 

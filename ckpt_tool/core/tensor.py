@@ -1,4 +1,4 @@
-"""The values a reader gives: where the bytes of each logical tensor lie.
+"""The values a reader returns: where the bytes of each logical tensor are stored.
 
 A Megatron SwiGLU shard `[gate_r; up_r]` of 8 rows is one stored array that feeds two chunks:
 
@@ -21,7 +21,7 @@ from ckpt_tool.core.box import Box, contiguous_strides
 from ckpt_tool.core.dtype import DType
 from ckpt_tool.core.inner_path import base_of
 
-Path = tuple[str | int, ...]  # where a value hung in a nested state dict: ("optim", "state", "w", "exp_avg")
+Path = tuple[str | int, ...]  # of a value in a nested state dict: ("optim", "state", "w", "exp_avg")
 
 MODEL = "model"
 MASTER = "master"
@@ -46,7 +46,7 @@ class TensorKey(NamedTuple):
 
 
 class StoredArray(NamedTuple):
-    """An array lying in a file: all that a reader says about bytes."""
+    """An array stored in a file: all that a reader says about bytes."""
 
     path: str  # relative to the checkpoint's root, with `/`
     offset: int  # bytes from the start of the file to element (0, 0, ...)
@@ -87,7 +87,7 @@ class StoredArray(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """`within` of `array` holds `box` of the logical tensor. `replica` > 0: the same box lies elsewhere too.
+    """`within` of `array` holds `box` of the logical tensor. `replica` > 0: the same box is stored elsewhere too.
 
     `box.shape == within.shape`, or `array` is 1-d and `within` has as many elements as `box` (row-major).
     """
@@ -98,7 +98,7 @@ class Chunk(NamedTuple):
     replica: int = 0
 
     def region(self) -> tuple[int, tuple[int, ...]]:
-        """(offset, strides) in elements from `array.offset`: where box element 0 lies, and a step along each dim."""
+        """(offset, strides) in elements from `array.offset`: the place of box element 0, and a step along each dim."""
         strides = self.array.strides or contiguous_strides(self.array.shape)
         start = sum(map(mul, self.within.offset, strides)) if any(self.within.offset) else 0
         if self.within.shape == self.box.shape:
@@ -111,7 +111,7 @@ T = TypeVar("T")
 
 
 class OnDemand(Sequence[T], ABC):
-    """A sequence whose items are made when they are looked at, each time anew."""
+    """A sequence whose items are computed on each access."""
 
     __slots__ = ()
 
@@ -134,11 +134,11 @@ class OnDemand(Sequence[T], ABC):
 
 
 class ChunkColumns(OnDemand[Chunk]):
-    """The chunks of a tensor, kept as columns: a chunk is made when it is looked at, and all are kept once all were.
-    They equal the tuple of the chunks. No box lies twice (every replica is 0), and every path is a file's own.
+    """The chunks of a tensor, kept as columns: a chunk is made when it is accessed, and all are kept once all were.
+    They equal the tuple of the chunks. No box is stored twice (every replica is 0), and every path is a file's own.
 
-    What is asked of a tensor of a million chunks without looking at them is a method here; `starts_of` and others below
-    ask it of any chunks.
+    Questions about a tensor of a million chunks that need not access them are methods here; `starts_of` and others
+    below answer them for any chunks.
     """
 
     __slots__ = ("_made",)

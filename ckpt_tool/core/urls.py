@@ -78,7 +78,7 @@ _NO_USER = {
 }
 # Keys of these stores may have a # of their own.
 _STORES_OF_KEYS = frozenset(("s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss", "memory", "file", "local"))
-# Parameters that tell which file is meant or how it is sent, and let nobody in.
+# Parameters that select a file or the way it is sent, and grant no access.
 _HARMLESS = re.compile(
     r"(?:download|dl|raw)(?:=(?:0|1|true|false)?)?"
     r"|(?:alt=media)"
@@ -130,8 +130,8 @@ def hide_in_argument(word: str) -> str:
 
 
 def hide_in_message(text: str) -> str:
-    """A text of a library, without secrets of URLs: those that stand in it, and those of the URLs of this process, of
-    which a library may show a part, or the decoded form."""
+    """A text of a library without secrets of URLs: of the URLs in the text, and of the URLs of this process, of which a
+    library may show a part or the decoded form."""
     # These first: a blank or a quote in a secret would end the URL in the text.
     for secret in sorted(_secrets, key=len, reverse=True):
         text = text.replace(secret, MARK)
@@ -176,8 +176,8 @@ def last_name(url: str) -> str:
 
 
 def full_url(url: str) -> str:
-    """The URL with its secrets, of one that has the form without them. Raises UsageError E2873 where nobody gave them:
-    a plan of another process, say."""
+    """The URL with its secrets, for a URL in the form without them. Raises UsageError E2873 if this process never got
+    them: the URL is from a plan of another process, say."""
     if not has_hidden_secrets(url):
         return url
     for secret_url in os.environ.get(VARIABLE, "").split():

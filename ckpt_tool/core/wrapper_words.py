@@ -1,4 +1,4 @@
-"""The words under which a trainer's wrapper keeps the model: what stands in front of every name, or inside names.
+"""The words under which a trainer's wrapper keeps the model: prefixes of every name, or words inside names.
 
     module.model.layers.0.mlp.up_proj.weight               DistributedDataParallel, DeepSpeed
     model.model.layers.0.mlp.up_proj.weight                a LightningModule with `self.model`
@@ -25,7 +25,7 @@ CERTAIN = ("module", "_forward_module", *INSIDE_NAMES)
 WRAPPERS = (*CERTAIN, "model", "net", "base_model")
 
 DEEPEST = 6  # wrappers around one another: compiled, in FSDP, in a LightningModule, in DDP
-# What stands behind a root that is the model's own: `model.layers.0` needs no look at the families
+# What follows a root that belongs to the model itself: `model.layers.0` needs no look at the families
 _OWN = ("model.layers.", "model.embed_tokens.")
 _IN_NAME = re.compile(rf"(?:^|(?<=\.))(?:{'|'.join(INSIDE_NAMES)})\.")
 

@@ -1,8 +1,8 @@
-"""`--dedup`: every file of a step, byte for byte, as what changed since another step of the run.
+"""`--dedup`: every file of a step, byte for byte, stored as the changes since another step of the run.
 
-A step's files are cut into entries: each stored array that a tensor lies in, and of each file what is left (headers,
-pickles, padding). An array is called by what lies there, so it meets its counterpart of the other step wherever that
-lies, in whatever file of whatever layout:
+A step's files are cut into entries: each stored array of a tensor, and the rest of each file (headers, pickles,
+padding). An array is named by its contents, so it is compared with its counterpart of the other step wherever that is
+stored, in any file of any layout:
 
     exp_avg/decoder.layers.0.mlp.fc1.weight[0, 0]      rest/mp_rank_00/model_optim_rng.pt
 
@@ -38,7 +38,7 @@ SHOWN = 20  # names in one error
 
 
 class ArchiveEntry(NamedTuple):
-    """Bytes of a step under a name: as a tensor U8 [n], in the tree that it lies in."""
+    """Bytes of a step under a name: a tensor U8 [n], and the tree in which it is stored."""
 
     tensor: LogicalTensor
     tree: Tree
@@ -157,7 +157,7 @@ def _fail(error: OSError) -> NoReturn:
 
 
 def _arrays(opened: Opened) -> dict[str, list[tuple[int, int, str]]]:
-    """File -> (offset, bytes, name) of the arrays that tensors lie in, in order; of those that begin together the
+    """File -> (offset, bytes, name) of the arrays that hold tensors, by offset; of arrays with the same offset the
     largest first."""
     seen: dict[str, dict[tuple[int, int], str]] = {}
     count = Counter[str]()
@@ -181,7 +181,7 @@ def _arrays(opened: Opened) -> dict[str, list[tuple[int, int, str]]]:
 
 
 def _tensor(name: str, path: str, size: int, spans: list[tuple[int, int]]) -> LogicalTensor:
-    """Bytes [start, stop) of a file, one behind the other."""
+    """A tensor of the bytes [start, stop) of a file, all spans joined in their order."""
     file_array = StoredArray(path, 0, _BYTE, (size,))
     chunks = []
     position = 0

@@ -2,26 +2,27 @@
 
     runs/7/checkpoint-100, checkpoint-200, ...
     runs/7/archive/200            below the run         {"base": "../../checkpoint-100", ...}
-    runs/7-archive/step-200       beside the run        {"base": "../../7/checkpoint-100", ...}
+    runs/7-archive/step-200       next to the run       {"base": "../../7/checkpoint-100", ...}
     runs/7/checkpoint-200         in a step's place, or inside a step
 
-A delta's index names its base by the path from the delta's folder, as it was when the delta was made. Where it names
-none (older ones, slime's), or nothing is there any more, the number of its base version is the step's: so a delta whose
-base can't be told keeps a step too many rather than one too few. A delta that was moved keeps the step of the name that
-it names; one below the run whose step has another name now keeps every step, and says why. Next to a run, where other
-runs have steps of the same numbers, that goes for archives (`--dedup`) in the two nearest levels alone.
+A delta's index names its base by the path from the delta's folder, as it was when the delta was made. If it names none
+(older ones, slime's), or the path leads nowhere now, the step with the number of its base version is kept: a delta
+whose base is uncertain keeps a step too many rather than one too few. A delta that was moved keeps the step with the
+name in that path; one below the run whose step has another name now keeps every step, and the report says why. Next to
+a run, where other runs have steps of the same numbers, this holds for archives (`--dedup`) in the two nearest levels
+only.
 
     runs/b/9/archive/200          of another run        {"base": "../../../a/7/checkpoint-100", ...}
 
 Further up (`ABOVE` folders) some thousand folders are looked into as well: there a delta counts only if the path that
-it names leads to a step of this run, and what can't be read there is passed over. A base does not know its deltas, so
-one that is kept elsewhere is found only where it is named (`--deltas DIR`). Whoever makes such a delta is told so
-(`is_found_by_prune`). An index that can't be read as one is unknown, next to a run too: the run's steps stay, unless
+it names leads to a step of this run, and what can't be read there is skipped. A base does not know its deltas, so a
+delta that is kept elsewhere is found only if it is named (`--deltas DIR`). A user who makes such a delta gets a note
+about it (`is_found_by_prune`). An index that can't be read is unknown, next to a run too: the run's steps stay, unless
 `--skip-unreadable`.
 
 Cost: a listing of the run, of three levels next to it, and of up to `MOST_ABOVE` folders further up; the index of every
-model in several files. What it does not do: find deltas that nobody names and that are far from the run, or ask which
-step a chain could do without.
+model in several files. What it does not do: find deltas that are far from the run and not named by the user, or ask
+which step a chain could do without.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ def _may_be_base(delta: FoundDelta, step: RunStep, run: Run, root: str) -> bool:
         return False
     parts = delta.gone_base.split(os.sep)
     ending = parts[-_INSIDE:]
-    if delta.is_near:  # the delta was moved: its run's name and its step's still tell
+    if delta.is_near:  # the delta was moved: the names of run and step still identify the base
         return [os.path.basename(root), step.name] in [parts[at : at + 2] for at in range(len(parts) - 1)]
 
     # The delta was moved: its step has the name that it had.
@@ -158,7 +159,7 @@ def _may_be_base(delta: FoundDelta, step: RunStep, run: Run, root: str) -> bool:
     if named:
         return step.name in named
 
-    # The step has another name now: an archive's number may still tell, a model's is the number of a version.
+    # The step has another name now: an archive's number may still identify it; a model's is the number of a version.
     if delta.is_archive and any(each.number == delta.base_version for each in run.steps):
         return False
     was_a_step = any(step_of(part) is not None for part in ending)
@@ -193,8 +194,8 @@ def _deltas_below(top: str, seen: set[str], faults: list[CkptError]) -> Iterator
 
 
 def _deltas_near(parent: str, seen: set[str], faults: list[CkptError], too_large: list[str]) -> Iterator[FoundDelta]:
-    """Those up to `NEAR` levels below the folder that holds a run, on its file system. What nobody may look into there
-    is passed over: it is somebody else's. too_large: gets the folder where there are too many to look at all."""
+    """The deltas up to `NEAR` levels below the folder that holds a run, on its file system. Folders that can't be read
+    are skipped: they belong to somebody else. too_large: receives the folder if it has too many to look at all."""
     waiting = [(parent, 0)]
     looked = 0
     while waiting and looked < MOST:

@@ -3,14 +3,15 @@
     xor         new ^ old, as long as the tensor. Applied twice it undoes itself
     overwrite   u32 count, `count` u32 byte positions, ascending; then `count` bytes: the new ones. Little-endian
 
-Both are of bytes, whatever the dtype. A frame is one zstd frame of level 1 that states its content's size (SGLang
+Both work on bytes, for any dtype. A frame is one zstd frame of level 1 that states its content's size (SGLang
 decodes `overwrite` by it). Tensors of 4 GiB have no positions, so they are `xor`. Source: see `folder`.
 
 Memory, whatever the tensor's size: a compressor has 1 MiB and a tile; a reader of a frame 1.3 MiB (its window is 512
-KiB at level 1; more than `zstd_frames.WINDOW` is refused) and what it reads at a time. `overwrite` is read by two: one
-of the positions, one of the values, which lie behind all of them. Reading goes forward; back is from the beginning.
+KiB at level 1; more than `zstd_frames.WINDOW` is refused) and what it reads at a time. `overwrite` needs two readers:
+one for the positions, one for the values, which are stored after all positions. Reading goes forward; going back starts
+from the beginning.
 
-Figures (256 MiB of bf16 in tiles that lie in cache, 2 % of the elements changed, one core of an EPYC, GB of tensor a
+Figures (256 MiB of bf16 in tiles that fit the cache, 2 % of the elements changed, one core of an EPYC, GB of tensor a
 second): XOR 5.8, counting bytes that differ 22, XXH3 24, zstd of what XOR leaves 1.3; positions of bytes that differ
 2.6, zstd of `overwrite` 15 (it finds nothing in positions); decompressing XOR 2.8. zstd's fast levels (-1 to -5) are no
 faster and larger by 1.2 to 2.4 times.
@@ -122,7 +123,7 @@ class Spool:
             return self.file.read(nbytes)
 
     def close(self) -> None:
-        """Nobody needs what is in the files any more."""
+        """Close the files, whose contents are not needed any more."""
         for file in (self.file, self._positions, self._values):
             if file is not None:
                 with suppress(OSError):
@@ -256,7 +257,7 @@ def compressor() -> Any:
 
 
 class FramePlace(NamedTuple):
-    """Where a frame lies, for messages."""
+    """The place of a frame, for messages."""
 
     path: str
     offset: int

@@ -14,9 +14,9 @@ its base version alone; version 0 is the model that a job began with.
 Source: slime 624b824a8 `utils/disk_delta.py`, `update_weight_from_disk_delta.py`; its patch of SGLang,
 `srt/weight_sync/local_checkpoint.py`, which reads every safetensors file of the folder, whatever the index says.
 
-What we add, and those readers pass over: `unchanged` beside `weight_map`, name -> digest of each tensor that is the
-base's own, so that a wrong base shows in any tensor; `archive` (`Archive`), of a step's files; and `base`, the path
-from the delta's folder to its base's, by which `ckpt prune` knows that the base is needed (`deltas.dependents`).
+ckpt adds three keys, which those readers ignore: `unchanged`, next to `weight_map`: name -> digest of each tensor that
+equals the base's, so that any tensor reveals a wrong base; `archive` (`Archive`), for a step's files; and `base`, the
+path from the delta's folder to its base's, by which `ckpt prune` knows that the base is needed (`deltas.dependents`).
 """
 
 from __future__ import annotations
@@ -179,7 +179,8 @@ def _frames(
 
 
 def _archive(tree: Tree, value: Any, digests: Mapping[str, str]) -> Archive:
-    """The part of the index that says how a step's files are put together: a stranger's data, held against itself."""
+    """The part of the index that says how a step's files are put together. It is untrusted, so it is checked for
+    contradictions."""
     try:
         files: dict[str, tuple[int, list[tuple[int, str]]]] = {}
         for path, (size, pieces) in value["files"].items():
@@ -245,7 +246,7 @@ def _fault(tree: Tree, message: str, *place: str) -> CorruptFile:
 
 
 def check_chain(deltas: Sequence[Delta]) -> None:
-    """Raise InconsistentCheckpoint E2609 unless each builds on the one before it, and all are of one kind."""
+    """Raise InconsistentCheckpoint E2609 unless each delta builds on the one before it, and all have the same kind."""
     for before, after in zip(deltas, deltas[1:], strict=False):
         if after.base_version != before.version:
             raise InconsistentCheckpoint(

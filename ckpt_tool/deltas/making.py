@@ -3,8 +3,8 @@
     BASE, NEW -> pairs of tensors -> frames in nameless spools -> files, index, one rename
 
 Both are read once, block by block, a tensor a thread; a frame's size is known only when it is made, so frames wait in
-a spool of each thread beside the output, and are copied into files in the tensors' order: the output is the same
-whatever the threads. Memory: some 4 MiB a thread.
+a spool of each thread next to the output, and are copied into files in the tensors' order: the output is the same for
+any number of threads. Memory: some 4 MiB a thread.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _PIECE = 1 << 20  # bytes of a spool that are copied at a time
 
 
 class HeldTensor(NamedTuple):
-    """A tensor and the tree that it lies in."""
+    """A tensor and the tree in which it is stored."""
 
     tensor: LogicalTensor
     tree: Tree
@@ -294,7 +294,7 @@ def _unlike(one: LogicalTensor, other: LogicalTensor) -> str:
 
 
 class Frames:
-    """Every pair, encoded. Use as a context manager: the spools go with it. folder: where they lie."""
+    """Every pair, encoded. Use as a context manager, which removes the spools. folder: where the spools are written."""
 
     def __init__(self, folder: str, wanted: Making) -> None:
         self._folder = folder

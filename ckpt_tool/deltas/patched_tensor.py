@@ -1,9 +1,9 @@
 """A tensor of the base with a chain of changes, as a recipe (`run.computed`): all of the chain in one pass.
 
-Each range of the tensor's line is read from the base and every frame is applied to it in turn, on tiles that lie in
-cache; frames are read forward, by readers of the thread's own. The digest that the last delta states is taken of what
-passes by. What came out of order (a tensor of more than one unit, a strided output, a resumed run) is made once more
-at the end, so nothing is committed unless the digests of all tensors are the stated ones.
+Each range of the flattened tensor is read from the base and every frame is applied to it in turn, on tiles that fit the
+cache; frames are read forward, and each thread has its own readers. The digest that the last delta states is computed
+along the way. Ranges that came out of order (a tensor of more than one unit, a strided output, a resumed run) are
+computed once more at the end, so nothing is committed unless the digests of all tensors are the stated ones.
 
 Memory: 1.3 MiB a link and thread, 2.6 for `overwrite`, whatever the tensor.
 """

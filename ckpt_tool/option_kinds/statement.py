@@ -34,7 +34,7 @@ class Option(NamedTuple):
     parse: Callable[[Any], Any]  # text, or the value itself, as the value; raises BadValue
     metavar: str = ""
     # `values` may be repeated, a `pair` takes two words, a `switch` is on, off (its last name) or left alone, a `count`
-    # counts how often it stands there
+    # counts how often it is given
     kind: Kind = "value"
     keyword: str = ""
     names: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ class Option(NamedTuple):
 
     @property
     def heading(self) -> str:
-        """The heading of the help under which it stands."""
+        """The heading in the help under which the option is listed."""
         return self.system or self.section.title
 
     def usage(self) -> str:
@@ -89,7 +89,7 @@ class Option(NamedTuple):
 class Section(NamedTuple):
     """A heading of the help, and what states the options under it: each method gives what a field is set to.
 
-    part: tells two apart that share a heading. keyword, names: where they are not the field's own.
+    part: distinguishes two that share a heading. keyword, names: if they are not the field's own.
     """
 
     title: str
@@ -157,7 +157,7 @@ class Section(NamedTuple):
         return _field({}, *rows)
 
     def means(self, keyword: str, constant: str, help: str) -> Option:
-        """A flag that stands for one value of another option: for `also` of that one."""
+        """A flag that is short for one value of another option: for `also` of that one."""
         return Option(self, help, bool, kind="flag", keyword=keyword, constant=constant)
 
 

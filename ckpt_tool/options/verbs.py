@@ -1,4 +1,4 @@
-"""The options that are one verb's own. `merging.options` has those of `merge`, beside its methods."""
+"""The options that belong to a single verb. Those of `merge` are in `merging.options`, next to its methods."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Verification:
 class Share:
     """`ckpt apply`. part: (i, n) for share i of n, from 1; `auto`: the launcher says which; None for the whole plan.
 
-    claim: be one of any number of workers that take what nobody has taken yet.
+    claim: be one of any number of workers, each of which takes shares that no other has taken.
     """
 
     part: tuple[int, int] | Literal["auto"] | None = OPTIONS.option(
@@ -191,7 +191,7 @@ class Validating:
 
 @dataclass(frozen=True)
 class Kernels:
-    """`ckpt kernels`. The help of each begins with the action that it is of."""
+    """`ckpt kernels`. The help of each option begins with the action that it belongs to."""
 
     arch: str | None = OPTIONS.option(
         "build: compile for these GPUs: 90,100 (sm_90, sm_100), native or host. Default 80,90,100.", text, "N,N"

@@ -1,6 +1,6 @@
 """How an output is laid out and written: the options of every verb that writes.
 
-What only the checkpoint can tell (does this degree divide? does this pattern match?) is left to the commands.
+Checks that need the checkpoint (does this degree divide? does this pattern match?) are left to the commands.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Writing:
         "Write this state as the model: --as-model ema. ema,model takes weights that have no average from the model.",
         ("ema", "master", EMA_THEN_MODEL),
     )
-    # state ("" for all) -> the house's dtype name
+    # state ("" for all) -> ckpt's name of the dtype
     dtypes: Mapping[str, str] = TRAVEL.option(
         "Cast values: --dtype bf16, or one state: --dtype optimizer=bf16. Repeatable.",
         dtypes,
@@ -253,7 +253,7 @@ class Writing:
     command: tuple[str, ...] = field(default=(), compare=False, metadata={"options": ()})
 
     def of(self, group: type[G]) -> G:
-        """The options of one system, by their group; their defaults where nobody gave any."""
+        """The options of one system, by their group; defaults if none were given."""
         from ckpt_tool.core.target import pick_group  # help and completion need nothing of a target
 
         return pick_group(self.of_systems, group)

@@ -58,7 +58,7 @@ def _smallest_maximum(until: Sequence[int], stages: int) -> int:
 
 
 def _stages_within(until: Sequence[int], most: int, stages: int) -> bool:
-    """Do all layers go into so many stages of at most `most` bytes? With fewer, some can be parted further."""
+    """Do all layers fit into so many stages of at most `most` bytes? If fewer do, some can be split further."""
     begun = 0
     used = 1
     for end in range(1, len(until)):

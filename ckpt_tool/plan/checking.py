@@ -1,10 +1,10 @@
-"""Does a plan make sense? What `build_moves` has by construction is shown again of a plan that was read from a file.
+"""Checks a plan that was read from a file: it has to have the properties that `build_moves` gives by construction.
 
-    every move  its source regions of replica 0 tile its line, and lie in their files; its output regions hold the line,
-                each box of it once or in replicas that are alike
+    every move  its source regions of replica 0 tile its line, inside their files; its output regions hold the line,
+                each box of it once or in replicas that are equal
     every file  no byte is written twice, none outside; every array is filled by the move that it names, and every
-                region of a move fills an array; patches and literals lie in the file
-    all         numbers agree: shapes, dtypes, sizes of elements; names are one each; paths stay inside
+                region of a move fills an array; patches and literals are inside the file
+    all         numbers agree: shapes, dtypes, sizes of elements; names are unique; paths stay inside
 
 A region is known to be a box of its tensor by its extents and steps alone (`box_of`), so tiling is a question about
 boxes. Verdicts are kept by shape and boxes, for layers repeat. What is read is not judged: which bytes are a tensor's
@@ -32,8 +32,8 @@ Tile = tuple[int, tuple[int, ...], tuple[int, ...]]  # at, extents, steps of a r
 
 
 def check(plan: Plan, path: str) -> list[str]:
-    """What is wrong with the plan of file `path`, in words; [] for a sound one. Raises UnsafeInput E1600 for output
-    paths that lead elsewhere."""
+    """The faults of the plan in file `path`, in words; [] for a valid one. Raises UnsafeInput E1600 for output paths
+    that lead elsewhere."""
     check_outputs(
         (file.path for file in plan.outputs),
         named_by=lambda _: None,
@@ -110,7 +110,7 @@ def _sizes(move: Move) -> str:
 
 
 def _regions(regions: Sequence[Region], sizes: Sequence[int], item: int) -> str:
-    """Does every region lie in its file?"""
+    """The first region that is not inside its file, in words; "" if all are."""
     for region in regions:
         if region.file >= len(sizes):
             return f"a region is in file {region.file} of {len(sizes)}"
@@ -122,7 +122,7 @@ def _regions(regions: Sequence[Region], sizes: Sequence[int], item: int) -> str:
 
 
 class _Verdicts:
-    """Boxes and verdicts that were found once. Keys: what they hang on."""
+    """A cache of boxes and verdicts. The keys are what they depend on."""
 
     def __init__(self) -> None:
         self.boxes: dict[tuple[tuple[int, ...], Tile], Box | None] = {}
@@ -268,7 +268,8 @@ def _patches(plan: Plan, number: int, hashed: set[int]) -> str:
 
 
 def _bytes(file: TargetFile, spans: list[Span]) -> str:
-    """Is no byte of the file written twice? Patches may lie in literals, which keep their places."""
+    """The fault of bytes of the file that are written twice, "" if none are. Patches may be inside literals, which
+    leave room for them."""
     literals = sorted(Span(at, at + len(data)) for at, data in file.literals if data)
     holes = sorted(Span(patch.offset, patch.offset + PATCH_BYTES[patch.kind]) for patch in file.patches)
     starts = [span.start for span in literals]

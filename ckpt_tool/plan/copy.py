@@ -29,7 +29,7 @@ from ckpt_tool.errors import InputError
 
 
 class Region(NamedTuple):
-    """Element (i, j, ...) lies at byte `offset + i*strides[0] + j*strides[1] + ...` of file number `file` and is
+    """Element (i, j, ...) is stored at byte `offset + i*strides[0] + j*strides[1] + ...` of file number `file` and is
     element `at + i*steps[0] + j*steps[1] + ...` of the line.
 
     Dims are ordered by `steps`, largest first, so that steps[d] >= extents[d+1] * steps[d+1]: the clipping relies on
@@ -113,9 +113,9 @@ def refuse_strides(dtype: DType, what: str) -> None:
 
 
 def common_order(boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[int, ...]:
-    """The order of a tensor's dims in which all arrays lie, () where that is the tensor's own or there is none.
+    """The order of a tensor's dims in which all arrays are stored; () if it is the tensor's own, or there is none.
 
-    boxes: (extents, strides) of each array's box. A line in that order runs through every file as it lies: two
+    boxes: (extents, strides) of each array's box. A line in that order runs through every file in storage order: two
     transpositions, into the tensor's order and out of it again, cancel.
     >>> common_order([((8, 3), (1, 8)), ((4, 3), (1, 4))])
     (1, 0)
@@ -132,7 +132,7 @@ def common_order(boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[
 
 
 def in_order(values: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """What stands for each dim, in the order of the line; () is the tensor's own."""
+    """The values of the dims, rearranged to the order of the line; () is the tensor's own order."""
     return tuple([values[dim] for dim in order]) if order else tuple(values)
 
 
@@ -164,7 +164,7 @@ def box_region(
     order: Sequence[int] = (),
 ) -> Region:
     """The region of a row-major array of `stored` shape (default: the box's) at byte `offset` that holds `box`; with
-    `strides` (elements) of one that lies otherwise."""
+    `strides` (elements) of an array that is not row-major."""
     stored = stored and tuple(stored)
     strides = strides and tuple(strides)
     return Region(file, offset, *_form(tuple(shape), box, stored, strides, size, tuple(order)), replica)
@@ -221,7 +221,7 @@ def row_of(region: Region) -> int:
 
 
 def clip(region: Region, start: int, stop: int) -> Iterable[Region]:
-    """The parts of `region` whose elements lie in [start, stop) of the line. Disjoint, in line order.
+    """The parts of `region` whose elements are in [start, stop) of the line. Disjoint, in line order.
 
     Cost: O(dims) for a range that cuts at rows, at most two more parts a dim where it cuts inside one.
     """
@@ -236,7 +236,7 @@ def clip(region: Region, start: int, stop: int) -> Iterable[Region]:
     first = max(0, ceil_div(low, step))
     end = min(rows, (high - inner) // step + 1)
     if inner and (first > max(0, ceil_div(low - inner, step)) or end < min(rows, high // step + 1)):
-        return _clip(offset, at, 0, region, start, stop)  # a row is parted
+        return _clip(offset, at, 0, region, start, stop)  # a row is split
     if first >= end:
         return ()
     where = offset + first * strides[0], at + first * step  # the common cases, and the hot ones: runs and whole rows

@@ -1,4 +1,4 @@
-"""Mapping: the tensors of a checkpoint under another naming, still lying where they lie.
+"""Mapping: the tensors of a checkpoint under another naming, with their bytes where they are.
 
 A mapping says of parameters which elements of which source they are made of (`algebra.mapped`). A stored chunk is a
 strided box, so each piece of a new tensor is one too, or a few: no byte moves, and the plan that follows is the same as
@@ -250,7 +250,7 @@ def _is_whole(piece: Piece, tensor: LogicalTensor) -> bool:
 
 
 def _mapped_chunks(piece: Piece, shape: Shape, chunk: Chunk, made: Shape) -> list[Chunk]:
-    """What of `piece` lies in a stored chunk of its source, as chunks of the tensor of shape `made`."""
+    """The part of `piece` that a stored chunk of its source holds, as chunks of the tensor of shape `made`."""
     (ext, src, dst, _), (stored_box, array, _, replica) = piece, chunk
     return [
         Chunk(box, array.view(offset, box.shape, strides), within, replica)
@@ -265,8 +265,9 @@ _Place = tuple[int, Shape]  # a side of a piece without its tensor's name
 def _boxes(
     ext: Shape, src: _Place, dst: _Place, shape: Shape, box: Box, start: int, strides: Shape, made: Shape
 ) -> tuple[tuple[Box, Box, int, Shape], ...]:
-    """(box of the tensor of shape `made`, the same at 0, where its element 0 lies behind the array's start, its strides
-    there) of what of a piece lies in `box` of its source. Layers and experts repeat, so pieces come without names."""
+    """The parts of a piece inside `box` of its source: (box of the tensor of shape `made`, the same box at 0, the
+    distance of its element 0 from the array's start, its strides there). Pieces come without names, so that layers and
+    experts, which repeat, share cached results."""
     piece = Piece(ext, Side("", *src), Side("", *dst))
     return tuple(
         (into, whole(into.shape), offset, steps)

@@ -2,7 +2,7 @@
 
 A plan of 184,732 tensors on 2,048 ranks is shown, summed and saved far more often than it is run, and a run needs a
 move at a time. So the moves of a large target, and those of a dry run, are not listed: each is made from its stored
-tensor and its places when asked for, and the sums that a report wants come from groups of tensors that lie alike:
+tensor and its places when asked for, and the sums for a report come from groups of tensors with the same distribution:
 
     moves.copies    768 experts of stage 7 on rank 11, each from one stored chunk to 8 boxes: 6,144
 
@@ -42,7 +42,7 @@ _, _ITEM_BITS, _ITEM_SHAPE = _STATE_BITS_SHAPE
 
 
 class Stored(NamedTuple):
-    """A source tensor and the checkpoint it lies in (0 for a single source)."""
+    """A source tensor and the number of the checkpoint that holds it (0 for a single source)."""
 
     source: int
     tensor: LogicalTensor
@@ -210,7 +210,7 @@ class LaterMoves(Moves):
         return move._replace(sources=tuple(r for r in move.sources if r.replica == 0)) if self._first else move
 
     def _alike(self, index: int) -> Move:
-        """A move of the same elements to the same boxes, wherever they lie."""
+        """A move of the same elements to the same boxes, regardless of files and offsets."""
         boxes = [(0, TargetArray(index, box, 0)) for box in self._places.boxes(self._places.group(index))]
         return move_of(self._stored[index], self._wanted.tensors[index], boxes, lambda source, path: 0)
 
@@ -225,8 +225,7 @@ class LaterMoves(Moves):
 
     @cached_property
     def has_transposed(self) -> bool:
-        """Does any source lie transposed against its line? Outputs are row-major where moves are made when looked
-        at."""
+        """Is any source stored transposed with respect to its line? Moves made on access have row-major outputs."""
         # Strides that never rise can't be transposed, whatever dims have one element.
         falling_strides: dict[tuple[int, ...], bool] = {}
         seen_kinds = set[tuple[object, ...]]()
@@ -256,7 +255,7 @@ class LaterMoves(Moves):
 
     @cached_property
     def _several(self) -> list[int]:
-        """The tensors that do not lie in one piece."""
+        """The numbers of the tensors that are not stored in one piece."""
         return [i for i, row in enumerate(self._stored) if len(row.tensor.chunks) != 1]
 
     @cached_property

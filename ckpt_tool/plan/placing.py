@@ -445,7 +445,7 @@ def _list_fallbacks(
     sizes = dict(mesh.dims)
     cases: dict[tuple[Any, ...], dict[str, Any]] = {}
 
-    # Many tensors share a placement object: those that took no fallback are told apart once for each object.
+    # Many tensors share a placement object, so those that took no fallback are identified once for each object.
     distinct = dict(zip(map(id, placements), placements, strict=True))
     with_fallback = {
         number for number, placement in distinct.items() if any(choice.reason != "even" for choice in placement.choices)

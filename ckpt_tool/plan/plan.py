@@ -94,7 +94,7 @@ class Moves(Sequence[Move]):
 
     @property
     def identity(self) -> str:
-        """A hash of all that the moves and the files that they fill hang on, but for the source files."""
+        """A hash of everything that the moves and the files they fill depend on, except the source files."""
         raise NotImplementedError
 
 

@@ -2,8 +2,8 @@
 
 A plan file is data from a stranger. Its seal, a hash of all the rest, shows that it is as it was made: an edit is found
 before anything else is looked at. The seal is no secret, so what follows trusts nothing either: each value has its type
-and its bounds (here), and the whole makes sense (`plan.checking`). What no check can tell is a plan made to do
-something else: it can read the sources that it names, and write the output that it names, as any command can.
+and its bounds (here), and all of it has to be consistent (`plan.checking`). No check can reveal that a valid plan was
+made for another purpose: it can read the sources that it names and write the output that it names, as any command can.
 
     sealed({"plan_version": 2, ...})        {..., "seal": "5d1f..."}
     check_seal(document, "p.json")          E1601 where they disagree

@@ -137,8 +137,8 @@ def _compute_reach(array: TargetArray, item: WantedTensor) -> int:
 
 
 def _check_disjoint(file: TargetFile, extents: Sequence[Extent], wanted: Wanted) -> None:
-    """No two arrays or literals of an output file overlap, none leaves the file. Arrays with gaps may lie in each
-    other's gaps: columns of one matrix."""
+    """Check that no two arrays or literals of an output file overlap and that none leaves the file. Arrays with gaps
+    may fill each other's gaps: columns of one matrix."""
     # Most often all are one after the other, without a look at gaps.
     plain = sorted([(at, at + n) for at, n, _ in extents if n] + [(at, at + len(data)) for at, data in file.literals])
     starts, stops = zip(*plain, strict=True) if plain else ((), ())

@@ -1,6 +1,6 @@
-"""Spans: which bytes of a file are spoken for, and whether any byte is twice.
+"""Spans: which bytes of a file are taken, and whether any byte is taken twice.
 
-A span runs from its first to its last byte. One with gaps of one size is a comb, and combs of one pitch may lie in each
+A span runs from its first to its last byte. One with gaps of one size is a comb, and combs of one pitch may fill each
 other's gaps: the columns of one matrix.
 
     offset 0, extents (3, 4), strides (32, 4), 4 bytes an element     span 0..80, comb: pitch 32, teeth of 16 bytes at 0
@@ -84,7 +84,7 @@ def first_clash(spans: Iterable[Span]) -> Span | None:
 class _Teeth:
     """The teeth of combs of one pitch that reach into each other, as disjoint stretches of [0, pitch).
 
-    pitch 0: a span without gaps lies here, and takes no other.
+    pitch 0: the bytes belong to a span without gaps, which shares them with no other.
     """
 
     def __init__(self, pitch: int) -> None:

@@ -63,7 +63,7 @@ def is_bundle(document: Any) -> bool:
 
 
 def unpack_bundle(document: Any, path: str) -> Signed:
-    """A bundle's statement and signature, which nobody has checked yet. Raises CorruptFile E1683."""
+    """A bundle's statement and signature, not verified yet. Raises CorruptFile E1683."""
     try:
         if document["mediaType"] != MEDIA_TYPE:
             raise _unread(path, f"the media type is {str(document['mediaType'])[:80]!r}, want {MEDIA_TYPE}")

@@ -1,7 +1,7 @@
-"""A checkpoint held against what was signed and attested of it: `ckpt verify`.
+"""Compares a checkpoint with its signature and its attestation, for `ckpt verify`.
 
-    model.sig in the folder     looked at whenever values are read; with `--key` who signed it, too
-    --attest FILE               the same for an attestation, wherever it lies
+    model.sig in the folder     compared whenever values are read; with `--key` the signer is checked, too
+    --attest FILE               the same for an attestation, wherever it is stored
 
 A statement names every file: one that differs, one that is missing and one that it does not name are findings, and so
 is a signature by another key. Without a key the hashes alone are compared, which shows damage and no forgery; the
@@ -41,8 +41,8 @@ class _Claim(NamedTuple):
 
     name: str  # what messages call it
     files: ListedFile
-    own: str | None  # its file, where it lies in the tree
-    said: dict[str, Any]  # what the document says of it
+    own: str | None  # its own file, if that is inside the tree
+    said: dict[str, Any]  # its entry in the document that `--json` prints
 
 
 def check(tree: Tree, key_file: str | None, attestation: str | None, progress: Progress, *, contents: bool) -> Checked:
@@ -77,7 +77,8 @@ def check(tree: Tree, key_file: str | None, attestation: str | None, progress: P
 
 
 def _find_unsigned(said: Mapping[str, dict[str, Any] | None], claims: list[_Claim], path: str) -> Iterator[CkptError]:
-    """What `--key` was given for and nobody has signed: an attestation may lie among the files that are."""
+    """The fault if `--key` was given but nothing is signed, or an attestation is neither signed itself nor one of the
+    signed files."""
     signature = said["signature"]
     attested = said["attestation"]
     if not any(statement and statement["signed"] for statement in (signature, attested)):
@@ -138,7 +139,7 @@ def _read(path: str) -> bytes:
 
 
 def _relative_to_tree(tree: Tree, path: str) -> str | None:
-    """The file as a path below the tree, None where it lies elsewhere."""
+    """The file as a path below the tree, None if it is elsewhere."""
     if not tree.local:
         return None
     inner = os.path.relpath(os.path.realpath(path), os.path.realpath(tree.root))
@@ -210,8 +211,8 @@ def _compare_files(tree: Tree, claim: _Claim, have: _Have | None) -> Iterator[Ck
 
 
 def _list_ignored(tree: Tree, claim: _Claim) -> list[str]:
-    """The files that are there and that a statement never covers, by its own words or by the rules of model signing:
-    nobody answers for them, and whoever trusts the folder has to know."""
+    """The files in the tree that a statement never covers, by its own list or by the rules of model signing. They are
+    reported, since whoever trusts the folder has to know that no signature is about them."""
     uncovered = (path for path in tree.listing() if path not in (claim.own, SIGNATURE_FILE))
     return [path for path in uncovered if claim.files.ignores(path)]
 

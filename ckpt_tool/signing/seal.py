@@ -3,12 +3,12 @@
     --sign KEY      model.sig in the output: a signature of all its files, as `model_signing` makes it
     --attest FILE   a statement of what was written out of what, by which command; signed too where a key is given
 
-Both lie in the staging folder before it gets the output's name, or, an attestation with a name elsewhere, under a
-hidden name beside that one until then: a run that is killed leaves no signature of what is not there. An attestation
-that is asked for below the output (`--attest out/provenance.json`) is one of the files that are signed.
+Both are written into the staging folder before that gets the output's name. An attestation to be written elsewhere has
+a hidden name next to its own until then: a run that is killed leaves no signature of an output that does not exist. An
+attestation below the output (`--attest out/provenance.json`) is one of the files that are signed.
 
 What an attestation claims is what was taken and no more. Files of the output: SHA-256, of every byte. Files of a
-source: where they lie, size and time, for a conversion reads parts of them and hashes none whole. Tensors as read and
+source: path, size and time, for a conversion reads parts of them and hashes none completely. Tensors as read and
 as written: one sum over `ckpt verify`'s digests (XXH3-128, which shows accidents and not malice), in an annotation and
 not as a digest of in-toto, which means cryptography. With `--verify off` there is no such sum.
 
@@ -59,7 +59,7 @@ class Seal:
     destination: Path
     key: PrivateKey | None
     attest: str | None
-    inside: str | None  # the attestation's path below the output, where it is to lie there
+    inside: str | None  # the attestation's path below the output, None if it goes elsewhere
     writing: Writing
     plan: Plan | None = None
     trees: Mapping[str, Tree] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class Seal:
 
     @property
     def _waiting(self) -> Path:
-        """Where an attestation lies until the output has its name."""
+        """The path of the attestation until the output has its name."""
         path = Path(self.attest or "")
         return path.parent / f".{path.name}.ckpt-partial"
 
@@ -217,7 +217,7 @@ def seal_of(writing: Writing, destination: Place, *, part: str = "") -> Seal | N
 
 
 def _below(path: str, destination: Path) -> str | None:
-    """The path below the output, None where it lies elsewhere."""
+    """The path relative to the output, None if it is elsewhere."""
     folder, name = os.path.split(os.path.abspath(path))
     real = Path(os.path.realpath(folder), name)
     target = Path(os.path.realpath(destination.parent), destination.name)

@@ -7,7 +7,7 @@
     an attestation  predicate https://slsa.dev/provenance/v1: every file is a subject; `resolvedDependencies` are the
                     sources
 
-What is read of either is the same: which files, and what they hash to (`ListedFile`). Both directions stand here.
+The same is read from either: which files, and their hashes (`ListedFile`). This module both writes and reads them.
 """
 
 from __future__ import annotations

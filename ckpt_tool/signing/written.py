@@ -1,7 +1,7 @@
 """Is a file one that `--sign` or `--attest` wrote? Asked before such a file is replaced.
 
 The answer is in the content: an in-toto statement of the two kinds that are written here, bare or in a bundle. Nothing
-is verified: who signed it does not matter, only that it is no key, no source and nobody's notes.
+is verified: who signed it does not matter, only that it is no key, no source and no notes of the user's.
 """
 
 from __future__ import annotations
