@@ -110,6 +110,7 @@ class Folded(Recipe):
     kept: RunCache
 
     def values(self, read: Read, start: int, stop: int) -> Floats:
+        """As `Recipe.values`: the base's values with each term's product added, expert by expert."""
         values = _floats(read(0, start, stop))
         size = self.numel // self.experts
         for e in range(start // size, ceil_div(stop, size)):
@@ -287,6 +288,7 @@ class Biased(Recipe):
     scalings: tuple[float, ...]
 
     def values(self, read: Read, start: int, stop: int) -> Floats:
+        """As `Recipe.values`: the base's values plus the scaled biases."""
         values = _floats(read(0, start, stop))
         for number, scaling in enumerate(self.scalings, 1):
             values += _floats(read(number, start, stop)) * np.float32(scaling)

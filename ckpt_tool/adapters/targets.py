@@ -522,6 +522,7 @@ class Root(NamedTuple):
     new: str
 
     def of(self, module: str) -> str | None:
+        """The module's name below the new root; None if it is not below the old one."""
         return self.new + module[len(self.old) :] if module.startswith(self.old) else None
 
 

@@ -6,8 +6,8 @@
     h (n 2 j)                a number larger than 1 is an axis of that size, named by its digits
     h ((1 + 1 @ 2 1) f)      two halves, stored in reverse order
 
-`( )` nests row-major, the left axis slowest; `1` is the unnamed unit; `+` is used inside parentheses and binds looser than
-a sequence: `(a b + c)` puts `a b` before `c`, `(a b + c @ 2 1)` puts it after `c`: the numbers after `@` are the
+`( )` nests row-major, the left axis slowest; `1` is the unnamed unit; `+` is used inside parentheses and binds looser
+than a sequence: `(a b + c)` puts `a b` before `c`, `(a b + c @ 2 1)` puts it after `c`: the numbers after `@` are the
 places of the summands. The empty pattern is a scalar.
 
 A pattern with sums is several **parts**, one for each choice of a summand, as they are written: the QKV above has the

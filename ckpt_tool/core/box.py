@@ -25,6 +25,7 @@ class Box(NamedTuple):
 
     @property
     def end(self) -> tuple[int, ...]:
+        """The offset of the first element after the box, in each dim."""
         return tuple(o + n for o, n in zip(self.offset, self.shape, strict=True))
 
     def __and__(self, other: Box) -> Box | None:

@@ -39,6 +39,7 @@ class DType(NamedTuple):
 
     @property
     def is_float(self) -> bool:
+        """Is it a type of floating-point numbers? Types of blocks and complex numbers are not."""
         return not self.block and (self.name[0] == "F" or self.name == "BF16")
 
     @property

@@ -43,6 +43,7 @@ class LinePlace(NamedTuple):
 
     @property
     def end(self) -> int:
+        """The element of the line after the block's last one."""
         return self.at + self.stop - self.start
 
 

@@ -111,10 +111,12 @@ class Dialect(Hint):
     name: str
 
     def plain(self) -> str:
+        """The name of the dialect, as the hint's plain form."""
         return self.name
 
     @classmethod
     def read(cls, plain: Any) -> Self | None:
+        """The hint of a text; None for anything else."""
         return cls(plain) if isinstance(plain, str) else None
 
 
@@ -163,10 +165,12 @@ class NamesHint(Hint):
         return cls(tuple(dict.fromkeys(name for names in lists for name in names)))
 
     def plain(self) -> list[str]:
+        """The names as a list, as the hint's plain form."""
         return list(self.names)
 
     @classmethod
     def read(cls, plain: Any) -> Self | None:
+        """The hint of a list of names; None for anything else."""
         return cls(tuple(map(str, plain))) if isinstance(plain, list | tuple) else None
 
 
@@ -195,9 +199,11 @@ class FileRanks(Hint):
     coords: Mapping[str, Mapping[str, int]]
 
     def plain(self) -> dict[str, Any]:
+        """The coordinates of each file, as the hint's plain form."""
         return {path: dict(coords) for path, coords in self.coords.items()}
 
     @classmethod
     def read(cls, plain: Any) -> Self | None:
+        """The hint of a mapping from paths to coordinates; None for anything else."""
         fits = isinstance(plain, Mapping) and all(isinstance(coords, Mapping) for coords in plain.values())
         return cls(plain) if fits else None

@@ -98,6 +98,7 @@ class Mesh:
         return "_".join(f"{name}{coords[name]:02d}" for name, size in self.dims if size > 1)
 
     def to_json(self) -> dict[str, int]:
+        """The sizes by the dims' names."""
         return dict(self.dims)
 
 

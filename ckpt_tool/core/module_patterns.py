@@ -54,6 +54,7 @@ class _Run:
         self.begins = frozenset((0, *(i + 1 for i, char in enumerate(name) if char == ".")))
 
     def spend(self, steps: int) -> None:
+        """Count steps of the match. Raises NotUnderstood when there were too many, alone or with those before."""
         self._left -= steps
         if self._left < 0:
             raise NotUnderstood(self.pattern, "it takes too many steps to match, alone or with those before it")

@@ -143,6 +143,7 @@ class Target(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all files of the target."""
         return sum(file.size for file in self.files)
 
     def noted(self, *lines: str) -> Target:
@@ -160,6 +161,7 @@ class WantedTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the tensor as it is written."""
         return self.dtype.nbytes(prod(self.shape))
 
 

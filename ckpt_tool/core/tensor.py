@@ -58,6 +58,7 @@ class StoredArray(NamedTuple):
 
     @property
     def numel(self) -> int:
+        """Number of elements of the array."""
         return prod(self.shape)
 
     @property
@@ -219,6 +220,7 @@ class LogicalTensor(NamedTuple):
 
     @property
     def numel(self) -> int:
+        """Number of elements of the tensor."""
         return prod(self.shape)
 
     @property

@@ -243,6 +243,7 @@ def _hide_in_url(found: re.Match[str]) -> str:
     secrets += _secrets_of_query(hidden_query)
 
     def show(mark: str) -> str:
+        """The URL with `mark` in place of each secret."""
         shown_user = f"{mark}@" if is_user else user
         shown_host = mark if is_no_host else authority
         shown_parameters = mark if hides_in_path else in_path

@@ -55,9 +55,11 @@ class _Adler32:
         self._value = 1
 
     def update(self, data: Any) -> None:
+        """Add bytes to the checksum."""
         self._value = zlib.adler32(data, self._value)
 
     def hexdigest(self) -> str:
+        """The checksum of all bytes so far, in eight hexadecimal digits."""
         return f"{self._value:08x}"
 
 
@@ -102,6 +104,7 @@ class Spool:
         self._values: IO[bytes] | None = None
 
     def put(self, data: bytes | memoryview) -> None:
+        """Append bytes to the spool."""
         with naming(self.folder, "writing the changes"):
             self.file.write(data)
         self.size += len(data)
@@ -118,6 +121,7 @@ class Spool:
         return self._positions, self._values
 
     def read(self, offset: int, nbytes: int) -> bytes:
+        """`nbytes` bytes of the spool from `offset` on."""
         with naming(self.folder, "reading the changes"):
             self.file.seek(offset)
             return self.file.read(nbytes)
@@ -165,6 +169,7 @@ class Encoder:
         self._at += len(new)
 
     def finish(self) -> EncodedFrame:
+        """End the frame. Without changes there is no frame, unless one is always wanted."""
         if self._at != self._nbytes:
             raise InternalError(f"{self._at} of {self._nbytes} bytes were encoded")
         if not self._changed and not self._always:
@@ -197,6 +202,7 @@ class _Xor:
         return changed
 
     def finish(self) -> int:
+        """End the frame and return its offset in the spool."""
         self._zeros(self._nbytes)
         if self._frame is not None:
             self._spool.put(self._frame.flush())
@@ -236,6 +242,7 @@ class _Overwrite:
         return len(positions)
 
     def finish(self) -> int:
+        """Write the frame from the collected positions and values; returns its offset in the spool."""
         begin = self._spool.size
         frame = compressor().compressobj(size=4 + 5 * self._count)
         self._spool.put(frame.compress(self._count.to_bytes(4, "little")))
@@ -380,7 +387,9 @@ class Passed:
 
     @property
     def whole(self) -> bool:
+        """Have all bytes of the tensor been seen in order?"""
         return self.at == self._nbytes
 
     def hexdigest(self) -> str:
+        """The digest of the bytes seen so far."""
         return self._digest.hexdigest()

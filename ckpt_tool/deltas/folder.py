@@ -62,6 +62,7 @@ class Archive(NamedTuple):
     whole: frozenset[str]  # entries that are kept whole: changes to as many zeros
 
     def to_json(self) -> dict[str, Any]:
+        """The archive as it is written into a delta's index."""
         files: dict[str, list[Any]] = {}
         for path, (size, pieces) in self.files.items():
             files[path] = [size, [[piece.nbytes, piece.name] for piece in pieces]]
@@ -83,6 +84,7 @@ class Delta:
 
     @property
     def label(self) -> str:
+        """The delta in words, for messages."""
         return f"version {self.version} on version {self.base_version}"
 
     def about(self) -> dict[str, Any]:

@@ -103,6 +103,7 @@ class Patched(ExactRecipe):
         return sum(FRAME_MEMORY[link.delta.encoding] for link in self.links if link.input is not None)
 
     def line(self, read: Read, offset: int, nbytes: int) -> memoryview:
+        """As `ExactRecipe.line`; the bytes are also passed on to the digest of the tensor."""
         item = max(1, self.kind.bits // 8)
         start = offset // item * item
         stop = ceil_div(offset + nbytes, item) * item

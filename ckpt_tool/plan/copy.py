@@ -45,6 +45,7 @@ class Region(NamedTuple):
 
     @property
     def numel(self) -> int:
+        """Number of elements of the region."""
         return prod(self.extents)
 
     def reach(self, item: int) -> int:

@@ -286,6 +286,7 @@ class LaterMoves(Moves):
 
     @cached_property
     def states(self) -> Mapping[str, tuple[int, int]]:
+        """State -> (tensors, bytes) of what is written."""
         wanted = self._wanted.tensors
         rows = Counter(zip(*(map(column, wanted) for column in _STATE_BITS_SHAPE), strict=True))
         totals: dict[str, tuple[int, int]] = {}

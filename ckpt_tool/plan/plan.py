@@ -66,6 +66,7 @@ class Move(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the tensor as it is read."""
         return self.numel * self.item
 
     @property
@@ -124,6 +125,7 @@ class Plan:
 
     @property
     def bytes_written(self) -> int:
+        """Bytes of all output files."""
         return sum(file.size for file in self.outputs)
 
     def identifier(self) -> str:

@@ -101,6 +101,7 @@ def _check_paths(target: Target, wanted: Wanted) -> None:
     files = {file.path: file for file in target.files}
 
     def find_tensor(path: str) -> str | None:
+        """The first tensor that is stored in an output file, None if it holds none."""
         return next((str(wanted.tensors[array.tensor].key) for array in files[path].arrays), None)
 
     check_outputs(
