@@ -318,7 +318,8 @@ def _sealed(src: str, reading: Reading, wanted: Verification, progress: Progress
     tree = next((tree for tree in trees if tree.single is None and tree.exists(SIGNATURE_FILE)), None)
     if tree is None and wanted.key is None and wanted.attest is None:
         return Checked([], {"signature": None, "attestation": None}, ())
-    return check(tree or given, wanted.key, wanted.attest, progress, contents=wanted.mode == "full")
+    above = given if tree is not None and tree is not given else None
+    return check(tree or given, wanted.key, wanted.attest, progress, contents=wanted.mode == "full", given=above)
 
 
 def _unopened(src: str, wanted: Verification, sealed: Checked, fault: CkptError) -> dict[str, Any]:

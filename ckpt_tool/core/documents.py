@@ -478,6 +478,7 @@ class SignedEntry(TypedDict):
     key: str | None
     authentic: bool | None  # None where no key was given to check it with
     ignored: NotRequired[list[str]]
+    outside: NotRequired[list[str]]  # files next to the signed folder that a reader uses
 
 
 class UncoveredFile(TypedDict):

@@ -394,14 +394,21 @@ def _findings(findings: Sequence[Document], *, everything: bool) -> list[Block]:
 
 
 def _never_covered(document: Document, *, everything: bool) -> list[Block]:
-    """The files that a signature or an attestation leaves out by its own rules."""
+    """The files that a signature or an attestation leaves out by its own rules, or because they are next to its
+    folder."""
     blocks: list[Block] = []
     for name in ("signature", "attestation"):
-        ignored = (document.get(name) or {}).get("ignored")
-        if ignored:
-            listed = ignored if everything else ignored[:LISTED]
-            lines = (*listed, more(len(ignored) - len(listed), "file"))
-            blocks.append(Lines(f"never covered by the {name}", lines))
+        entry = document.get(name) or {}
+        titles = {
+            "ignored": f"never covered by the {name}",
+            "outside": f"not covered by the {name}, next to the signed folder",
+        }
+        for field, title in titles.items():
+            files = entry.get(field)
+            if files:
+                listed = files if everything else files[:LISTED]
+                lines = (*listed, more(len(files) - len(listed), "file"))
+                blocks.append(Lines(title, lines))
     return blocks
 
 

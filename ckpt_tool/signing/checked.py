@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 from ckpt_tool.core.progress import Progress, working_on
 from ckpt_tool.errors import CkptError, CorruptFile, Incomplete, InconsistentCheckpoint, wrap_os_error
+from ckpt_tool.formats.hub_folder.model_files import tokenizer_files
+from ckpt_tool.formats.hub_folder.modules import module_files
 from ckpt_tool.run.scan import each_of
 from ckpt_tool.signing import bundle
 from ckpt_tool.signing.keys import PublicKey, public_key
@@ -45,8 +47,20 @@ class _Claim(NamedTuple):
     said: dict[str, Any]  # its entry in the document that `--json` prints
 
 
-def check(tree: Tree, key_file: str | None, attestation: str | None, progress: Progress, *, contents: bool) -> Checked:
-    """Hold the files of `tree` against the statements. contents: hash them; else their names alone are compared.
+def check(
+    tree: Tree,
+    key_file: str | None,
+    attestation: str | None,
+    progress: Progress,
+    *,
+    contents: bool,
+    given: Tree | None = None,
+) -> Checked:
+    """Compare the files of `tree` with the statements.
+
+    Args:
+        contents: hash the files; else their names alone are compared.
+        given: the folder whose pointer file led to the tree, if one did.
 
     Raises UsageError E1680, E1681 of the key, StorageError.
     """
@@ -73,6 +87,9 @@ def check(tree: Tree, key_file: str | None, attestation: str | None, progress: P
             ignored = _list_ignored(tree, claim)
             if ignored:
                 claim.said["ignored"] = ignored
+            outside = _list_outside(tree, given) if given is not None else []
+            if outside:
+                claim.said["outside"] = outside
     return Checked(faults, statements, (tree,))
 
 
@@ -215,6 +232,14 @@ def _list_ignored(tree: Tree, claim: _Claim) -> list[str]:
     reported, since whoever trusts the folder has to know that no signature is about them."""
     uncovered = (path for path in tree.listing() if path not in (claim.own, SIGNATURE_FILE))
     return [path for path in uncovered if claim.files.ignores(path)]
+
+
+def _list_outside(tree: Tree, given: Tree) -> list[str]:
+    """The files next to the signed folder that a reader of the given folder uses or copies, as messages show them: the
+    pointer file, a config, a tokenizer. A statement about a folder below can't name them."""
+    used = dict.fromkeys((*given.names(), *module_files(given), *tokenizer_files(given)))
+    signed = f"{tree.display()}/"
+    return [shown for shown in map(given.display, used) if not shown.startswith(signed)]
 
 
 def _differs(digests: list[Digest], size: int, have: _Have | None) -> str:

@@ -198,6 +198,20 @@ def test_what_a_signature_never_covers_is_named(key: tuple[Path, Path], tmp_path
     assert found["ok"] and found["signature"]["ignored"] == [".git/hooks/post-merge", ".gitattributes"]
 
 
+def test_what_is_next_to_a_signed_step_is_named(key: tuple[Path, Path], tmp_path: Path) -> None:
+    run_folder = tmp_path / "run"
+    (run_folder / "tokenizer").mkdir(parents=True)
+    ckpt.convert(FIXTURES / "dcp/tp2_dp2", run_folder / "step_7", to="safetensors", sign=key[0], fsync=False)
+    (run_folder / "latest").write_text("step_7")
+    (run_folder / "config.json").write_text("{}")
+    (run_folder / "tokenizer/tokenizer.json").write_text("{}")
+    outside = [str(run_folder / name) for name in ("config.json", "latest", "tokenizer/tokenizer.json")]
+    for mode in ("quick", "full"):
+        found = ckpt.verify(run_folder, key=key[1], mode=mode)
+        assert found["ok"] and sorted(found["signature"]["outside"]) == outside
+    assert "outside" not in ckpt.verify(run_folder / "step_7", key=key[1])["signature"]
+
+
 def test_an_attestation_says_what_was_made_of_what(key: tuple[Path, Path], tmp_path: Path) -> None:
     source = FIXTURES / "dcp/tp2_dp2"
     out = tmp_path / "out"
