@@ -137,14 +137,14 @@ class Variant(NamedTuple):
     like_hub: bool = False  # names that the hub has are laid out as in the hub
     ahead: bool = False  # layers beyond the decoder's are Megatron's of MTP
     short: bool = False  # they are left out
-    # a condition on the config; where names and shapes fit two dialects, the one of which it holds is meant
+    # a condition on the config; if names and shapes fit two dialects, the one whose condition holds is chosen
     when: str = ""
     instead: str = ""
-    # its rules are what a whole model has by its config, neither more nor less, but for a head that is tied
+    # do the rules list exactly the tensors of a complete model with a given config, except for a tied head?
     exact: bool = False
 
     def derive(self, table: Table, hub: Table, kinds: Mapping[str, str]) -> Table:
-        """The table of `of` as that of this dialect."""
+        """The table of this dialect, derived from the table of the dialect `of`."""
         if self.root != "model." or self.instead:
             table = table.with_root(self.root, self.instead)
         if self.over:
@@ -165,21 +165,23 @@ class Variant(NamedTuple):
 class Family:
     """One model architecture.
 
-    hub: the table of dialect `hf`; dialects: the others, as text or as a variant. Tables are parsed when first
-        used.
-    own: axes that a tensor's own shape settles, layer by layer (tables of n-grams, each of its own height); `axes` say
-        how long they are where the tensor is yet to be made.
-    kinds: words that conditions have for layers of a kind (`if windowed`): {word: expression of the layer's index and of
-        the config}.
-    centred: the hub's norms multiply by 1 + weight. Where Megatron's don't, or do and the hub's don't (a job with
-    --apply-layernorm-1p), its dialect is `megatron-1p`: the same names, and one is added to or taken from each norm.
-    apart: how names begin of parts that no module of Megatron holds; there they keep their names, and the report says so.
-    language: where config.json keeps the language model's part (`text_config`, `thinker_config.text_config`), if it
-        may be a part; axes and conditions read it as if it were all (`facts`).
-    parts: classes of other families that the part may be: {model_type: what Megatron's arguments fix otherwise there}.
-    unmapped: {system, as its dialects begin: why it has none, where a project maps it all the same}.
-    saved: the dialect in which transformers 5 saves, where the released files are of another, `hf`.
-    tiny: what the config of a small model has beside the sizes that every decoder's has (tests build the first class
+    hub: the table of dialect `hf`.
+    dialects: the other dialects, as a table's text or as a variant. Tables are parsed on first use.
+    own: axes whose size follows from each tensor's shape and may differ by layer (n-gram tables of different heights);
+        `axes` gives their size for a tensor that does not exist yet.
+    kinds: the words for kinds of layers in conditions (`if windowed`): {word: expression of the layer's index and the
+        config}.
+    centred: the hub's norms multiply by 1 + weight. If Megatron's norms don't, or if they do and the hub's don't (a job
+        with --apply-layernorm-1p), Megatron's dialect is `megatron-1p`: the same names, with one added to or subtracted
+        from each norm.
+    apart: prefixes of the names of parts for which Megatron has no module; they keep their names, and the report says
+        so.
+    language: the key of the language model's part in config.json (`text_config`, `thinker_config.text_config`), if
+        there may be one; axes and conditions read that part as if it were the config (`facts`).
+    parts: classes of other families that the part may have: {model_type: Megatron's arguments that differ there}.
+    unmapped: {prefix of a system's dialects: why this family has none, although a project maps it}.
+    saved: the dialect in which transformers 5 saves, if the released files have another one, `hf`.
+    tiny: what the config of a small model needs in addition to the sizes of every decoder (tests build the first class
         from it).
     """
 
@@ -200,17 +202,21 @@ class Family:
 
     @property
     def model_types(self) -> tuple[str, ...]:
+        """The `model_type` of each class, as config.json has it."""
         return tuple(each.model_type for each in self.classes)
 
     @property
     def known_dialects(self) -> tuple[str, ...]:
+        """The names of all dialects, the hub's first; without a root in the hub's names there is no BARE."""
         bare = (BARE,) if BARE not in self.dialects and _ROOT.search(self.hub) else ()
         return (HUB, *self.dialects, *bare)
 
     def facts(self, config: Config) -> Config:
-        """What axes and conditions read of a config.json: the language model's part where it is one, on top of the whole
-        and of what transformers takes where it is silent, by the part's class, else by the first. Whether the head is tied
-        the whole says, where it does.
+        """The config values that axes and conditions read.
+
+        The language model's part of a config.json, if it has one, overrides the keys at the top, and these override the
+        defaults of the part's class (else of the first class). Only `tie_word_embeddings` at the top wins over the
+        part's.
 
         >>> Family("x", (), {}, "", language="text_config").facts({"text_config": {"hidden_size": 8}})["hidden_size"]
         8
@@ -226,14 +232,14 @@ class Family:
         return {**defaults, **config, **part, **_read_shared_layer_settings(part), **tied}
 
     def part(self, config: Config) -> Config | None:
-        """The language model's part of a config.json, None where it is all of it."""
+        """The language model's part of a config.json, None if the config is not split into parts."""
         part: Any = config if self.language else None
         for key in self.language.split("."):
             part = part.get(key) if isinstance(part, Mapping) else None
         return part if isinstance(part, Mapping) else None
 
     def exact(self, dialect: str) -> bool:
-        """Do the dialect's rules say all that a whole model has (`Variant.exact`)?"""
+        """Do the dialect's rules list exactly the tensors of a complete model (`Variant.exact`)?"""
         variant = self.dialects.get(dialect)
         return isinstance(variant, Variant) and variant.exact
 
@@ -243,7 +249,7 @@ class Family:
 
 
 def _read_shared_layer_settings(config: Config) -> dict[str, Any]:
-    """What transformers 5 says of single layers in `per_layer_config`, where it says the same of all that it names.
+    """The settings of single layers in transformers 5's `per_layer_config` that are equal in all layers listed there.
 
     >>> _read_shared_layer_settings({"per_layer_config": {"1": {"head_dim": 8}, "3": {"head_dim": 8}}})
     {'per_layer_head_dim': 8}

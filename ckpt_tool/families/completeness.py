@@ -1,5 +1,4 @@
-"""Complete: does a checkpoint hold what a model of the family has, and nothing in its layers that the family does not
-know?
+"""Checks whether a checkpoint has all tensors of the family's model, and no unknown ones in its layers.
 
     layers 0, 1 and 3 have an o_proj, layer 2 has none          layer 2 lacks it
     the config says 4 layers, tensors name 0, 1 and 3           layer 2 is missing
@@ -7,10 +6,10 @@ know?
     a tree of MaxText without decoder.layers.mlp.wo.kernel      its rules say what a model has (`Variant.exact`)
     model.layers.0.self_attn.q_projj.weight                     no rule, and it is in a layer
 
-A table alone can't tell: biases and norms are there or not, a model's first layers may be dense. So each module of a
-layer is held against the same module of the others: one that has some of what as many others have lacks the rest. Names
-outside the layers that no rule knows (a vision tower, a value head) are the caller's. Cost: 3 us a tensor. What it does
-not do: look at shapes, or find what the only layer of its kind lacks.
+A table alone is not enough: biases and norms are optional, a model's first layers may be dense. So each module of a
+layer is compared with the same module of the other layers: if it has some of the tensors that as many others have, the
+rest is missing. Unknown names outside the layers (a vision tower, a value head) are left to the caller. Cost: 3 us a
+tensor. What it does not do: check shapes, or find what is missing in the only layer of its kind.
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ from ckpt_tool.families.config.words import LAYERS
 from ckpt_tool.families.sizes import compute_sizes
 from ckpt_tool.families.table import Table, form_of, instances
 
-# MaxText's, OLMo-core's, Gemma's and torchtune's of Gemma, which do not lie beside the layers; no tower has such names
+# The last norms of MaxText, OLMo-core, Gemma and torchtune's Gemma, which are on another level than the layers; no
+# tower has such names.
 _NORMS_ELSEWHERE = (".decoder_norm.scale", ".lm_head.norm.weight", "final_norm.scale", ".norm.rms_norm.scale")
 _LAST_NORMS = (
     ".norm.weight",
@@ -94,7 +94,8 @@ def _fronts_of_layers(table: Table) -> tuple[str, ...]:
 
 
 def missing(family: Family, dialect: str, names: Iterable[str], config: Config | None) -> list[str]:
-    """The tensors that a whole model would have beside `names`, as far as names and config tell; [] for a whole one."""
+    """The tensors that a complete model would have in addition to `names`, as far as names and config show; [] for a
+    complete one."""
     exactly = list_expected_tensors(family, dialect, config)
     table = family.table(dialect)
     config = family.facts(config or {})
@@ -163,7 +164,7 @@ def list_expected_tensors(family: Family, dialect: str, config: Config | None) -
 
 
 def _split_at_layer(form: str) -> tuple[str, str]:
-    """What stands before and behind a layer's number, twice "" where there is none.
+    """The parts of a form before and after the layer's number; ("", "") if it has none.
 
     >>> _split_at_layer("model.layers.%d.mlp.w"), _split_at_layer("transformer/layer_%d/mlp.w"), _split_at_layer("model.norm.weight")
     (('model.layers.', 'mlp.w'), ('transformer/layer_', 'mlp.w'), ('', ''))
@@ -205,8 +206,7 @@ def _count_numbers(table: Table, front: str, count: int, config: Config) -> int:
 
 
 def _find_decoders(table: Table) -> set[str]:
-    """What stands before the number of a decoder's layer, `{i}` in its rules; the layers of MTP and of towers are not
-    counted."""
+    """What precedes the number of a decoder's layer, `{i}` in the rules; layers of MTP and of towers are left out."""
     fronts: set[str] = set()
     for form, spots in table.left.items():
         front, inside = _split_at_layer(form)
@@ -223,7 +223,7 @@ def _find_thinner_layers(
     has by the table's conditions."""
     modules: dict[str, dict[frozenset[str], list[int]]] = defaultdict(lambda: defaultdict(list))
     split = {form: re.split("[./]", _split_at_layer(form)[1]) for forms in layers.values() for form in forms}
-    # `mamba.A_log` is of the module that has `mamba.norm`.
+    # `mamba.A_log` belongs to the module that has `mamba.norm`.
     deep = {words[0] for words in split.values() if len(words) > 2}
 
     for number, forms in layers.items():
@@ -256,7 +256,7 @@ def _find_thinner_layers(
 
 
 def _name_module(word: str) -> str:
-    """The module of a tensor that lies in the layer itself, where names tell it, as llama.cpp's do.
+    """The module of a tensor that is directly in the layer, if its name shows it, as llama.cpp's do; else "".
 
     >>> _name_module("attn_q"), _name_module("ffn_gate_exps"), _name_module("exp_probs_b"), _name_module("ffn_norm")
     ('attn', 'ffn', 'ffn', '')
@@ -267,8 +267,8 @@ def _name_module(word: str) -> str:
 
 
 def _may_have(table: Table, form: str, number: int, config: Config) -> bool:
-    """May a layer of that number have a tensor of the form? False where all its rules are of other layers, by their
-    numbers or their conditions."""
+    """May a layer with that number have a tensor of the form? False if all rules for it apply to other layers, by their
+    numbers or conditions."""
     spots = table.left.get(form)
     for spot in spots or ():
         condition = table.rules[spot.rule].condition
@@ -279,7 +279,7 @@ def _may_have(table: Table, form: str, number: int, config: Config) -> bool:
             index_of = None if row is None else ChainMap(dict(zip(spot.axes, row, strict=True)), dict(config))
             if index_of is not None and (condition is None or condition.value(index_of)):
                 return True
-        except UsageError:  # it reads what no config states: nobody can tell
+        except UsageError:  # the condition reads a key that the config lacks, so it can't be decided
             continue
     return spots is None  # a tower's names have no rules
 
@@ -287,7 +287,7 @@ def _may_have(table: Table, form: str, number: int, config: Config) -> bool:
 def _find_layers_without_experts(
     front: str, layers: Mapping[int, set[str]], config: Config, count: int
 ) -> Iterator[str]:
-    """Layers of the sparse ones that the config tells, where there are no experts."""
+    """The layers that have no experts although they are sparse by the config."""
     arguments = megatron_args(config).config if config else {}
     pattern = arguments.get("moe_layer_freq")
     sparse = (

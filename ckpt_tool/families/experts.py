@@ -89,6 +89,6 @@ def _layouts(family: Family, dialect: str) -> tuple[set[str], set[str]]:
 
 
 def _expert_axes(table: Table) -> set[str]:
-    """The axes that count experts: `e`, and those whose numbers stand behind `experts` in a name."""
+    """The axes that count experts: `e`, and those whose number follows `experts` in a name."""
     names = (term.name.text for rule in table.rules for term in (*rule.left, *rule.right) if term.name is not None)
     return {"e", *(axis for name in names for axis in _NUMBERED.findall(name))}

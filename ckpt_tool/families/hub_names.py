@@ -137,7 +137,7 @@ SHARED_EXPERT = """
     model.layers.{i}.mlp.shared_expert.<gate|up|down>_proj.weight : s h, s h, h s
     model.layers.{i}.mlp.shared_expert_gate.weight : 1 h
 """
-# Qwen's gated attention: each query head has a gate of its width beside it
+# Qwen's gated attention: each query head is followed by a gate of the same width
 GATED_ATTENTION = """
     model.layers.{i}.self_attn.<q|k|v>_proj.weight : (g r (1 + 1) d) h, (g d) h, (g d) h
     model.layers.{i}.self_attn.<q|k|v>_proj.bias : (g r (1 + 1) d), (g d), (g d)
@@ -153,7 +153,7 @@ DELTA_NET = """
 DELTA_NET_APART = """
     model.layers.{i}.linear_attn.in_proj_<qkv|z|b|a>.weight : (n k + n k + n p u) h, (n p u) h, (n p) h, (n p) h
 """
-# what a layer of multi-token prediction has beside a decoder layer's
+# what a layer of multi-token prediction has in addition to a decoder layer's tensors
 AHEAD = """
     model.layers.{i}.<enorm|hnorm|shared_head.norm>.weight : h
     model.layers.{i}.<embed_tokens|shared_head.head>.weight : v h
@@ -173,8 +173,8 @@ DEEPSEEK = MODEL + NORMS + MLA + MLP + ROUTER + EXPERTS + EXPERT_BIAS + SHARED_E
 QWEN_ATTENTION = NORMS + GATED_ATTENTION + QK_NORMS
 QWEN_EXPERTS = ROUTER + EXPERTS + SHARED_EXPERT
 QWEN35 = MODEL + QWEN_ATTENTION + DELTA_NET + DELTA_NET_APART + QWEN_AHEAD + ahead(QWEN_ATTENTION)
-# Gemma 4: heads of windowed layers and of whole ones differ; whole layers may take their keys for values, the last layers
-# the keys and values of others; per-layer embeddings, or experts beside the MLP
+# Gemma 4: heads of windowed layers and of full attention differ; full layers may use their keys as values, the last layers
+# the keys and values of others; per-layer embeddings, or experts in addition to the MLP
 GEMMA4 = (
     TIED
     + SANDWICH

@@ -72,7 +72,7 @@ class LowRankPart(NamedTuple):
 
 
 def part_of(name: str) -> LowRankPart | None:
-    """What a tensor is of an adapter, None for all others.
+    """The part of an adapter that a tensor is, None for all other tensors.
 
     >>> part_of("decoder.layers.0.self_attention.linear_qkv.adapter.adapter_q.linear_in.weight")
     LowRankPart(module='decoder.layers.0.self_attention.linear_qkv', kind='a', key='adapter_q')
@@ -97,12 +97,13 @@ def is_adapter(names: Iterable[str]) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterFamily(Family):
-    """A family as its adapters are: the same dialects, of which CANONICAL is one more."""
+    """The rules for adapters of a family: for the same dialects, and for the additional dialect CANONICAL."""
 
     base: Family | None = None
 
     @property
     def known_dialects(self) -> tuple[str, ...]:
+        """The dialects of adapters: the hub's, and Megatron's if the base family has one."""
         base_dialects = self.base.known_dialects if self.base is not None else ()
         return (HUB, MEGATRON, SWIFT, CANONICAL) if MEGATRON in base_dialects else (HUB,)
 
@@ -131,8 +132,8 @@ def _derive_table(family: Family, dialect: str) -> Table:
 
 
 def _list_hub_rules(family: Family) -> Iterator[str]:
-    """The hub's own names. Which dim of a weight has its inputs only Megatron's rule says, whose weights are all
-    (outputs, inputs): GPT-2's lie the other way round, and their adapters do not."""
+    """The rules for the hub's own names. Which dim of a weight is its inputs follows from Megatron's rule, whose weights
+    are all (outputs, inputs): GPT-2's weights are transposed on the hub, but their adapters are not."""
     sides = [_sides(rule) for dialect in (MEGATRON, SWIFT) if dialect in family.dialects
              for rule in family.table(dialect).rules]  # fmt: skip
     dims_of = {_module(term): dims for side in sides if side is not None for term, dims in side[1]}
@@ -166,7 +167,7 @@ def _plain(rule: Equation, own: Spelling) -> Iterator[str]:
 
 
 def _canonical(rule: Equation) -> Iterator[str]:
-    """The rules of adapters that lie apart for each of the projections that are fused in one rule's weight."""
+    """The rules for separate adapters of the projections that are fused in one rule's weight."""
     sides = _sides(rule)
     if sides is None or len(sides[1]) < 2 or ".experts." in _module(sides[0][0]):
         return

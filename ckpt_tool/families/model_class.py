@@ -1,5 +1,4 @@
-"""ModelClass: one class of transformers as a config and as Megatron's arguments: its names, its defaults, what it
-fixes.
+"""ModelClass: one class of transformers, described by the keys of its config and by Megatron's arguments.
 
 The one idea: a class of transformers is a point among Megatron's arguments. `megatron` are the coordinates that the
 class fixes (a Qwen2 always has biases at q, k and v), `forms` those that its config states, `defaults` what it takes
@@ -9,7 +8,7 @@ where config.json is silent. So arguments name a class when the class, translate
     qk_layernorm, RMSNorm, swiglu, rope, no biases, no experts      -> qwen3
     the same without qk_layernorm                                   -> llama
 
-Below it stand the values that classes share, for the tables in `families/models`. Sources: transformers 5.23
+The module ends with values that classes share, for the tables in `families/models`. Sources: transformers 5.23
 `models/*/configuration_*.py` and `modeling_*.py`; Megatron-LM core 0.16.1; NVIDIA-NeMo/Megatron-Bridge of August 2026
 `models/*/..._bridge.py`; PaddleFormers 1.2.0 `transformers/*/configuration.py`. What it does not do: translate.
 """
@@ -45,11 +44,11 @@ class ModelClass:
     # {key: the value that Megatron computes with}; another value is reported as lost
     unsayable: Mapping[str, Any] = field(default_factory=dict)
     also: tuple[str, ...] = ()  # other names of the architecture (Paddle's, an inner model's)
-    # a class of transformers with the same tensors, where the class's own code lies with its files alone: the tests
+    # a class of transformers with the same tensors, if the class's own code is only published with its files: the tests
     # build that one
     like: str = ""
-    # the language model alone of a model that sees or hears, whose class is its family's first; Megatron's arguments
-    # are of that part
+    # this is only the language model of a multimodal model, whose class is the family's first; Megatron's arguments
+    # describe that part
     part: bool = False
 
     @property

@@ -160,7 +160,7 @@ def _terms(rule: Equation) -> Iterator[tuple[Name, set[str]]]:
 
 
 def _holds(condition: Expression, config: Config) -> bool:
-    """Whether it holds as far as the config tells; of single layers it tells nothing."""
+    """Does the condition hold by the config? True if it depends on more, such as the layer."""
     try:
         return bool(condition.value(config))
     except UsageError:

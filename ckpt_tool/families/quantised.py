@@ -1,11 +1,11 @@
-"""Beside: what is next to a quantised weight follows it where it is only renamed.
+"""Renames the scales and other tensors of a quantised weight together with it, if the weight is only renamed.
 
     model.layers.0.self_attn.o_proj.weight  ->  decoder.layers.0.self_attention.linear_proj.weight   (whole, as stored)
     model.layers.0.self_attn.o_proj.weight_scale_inv  ->  ...linear_proj.weight_scale_inv
 
-Scales are laid out as their weight is, block by block, so a weight that is turned, joined or cut would need its scales
-to be so at the grain of its blocks, which few systems that name weights so could read. That is a fault, whose hint is
-to dequantise.
+Scales have the layout of their weight, block by block. So if a weight is transposed, merged or split, its scales would
+have to be too, at the granularity of blocks, and few systems with such names could read the result. That is a fault,
+whose hint is to dequantise.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def followers(
 
 
 def is_halved(name: str, wanted: Shape, shapes: Mapping[str, Shape]) -> bool:
-    """Does a tensor hold two codes a byte, by its shape and by a scale beside it?
+    """Does a tensor store two codes per byte, by its shape and by a scale next to it?
 
     >>> is_halved("m.weight", (8, 64), {"m.weight": (8, 32), "m.weight_scale": (8, 4)})
     True

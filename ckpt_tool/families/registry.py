@@ -1,4 +1,4 @@
-"""The families by name, and which family and dialect a checkpoint is of.
+"""Lists the model families, and finds the family and dialect of a checkpoint.
 
     find(config, shapes)                                     FamilyMatch(LLAMA, "hf")
     find(config, shapes, stated="paddle")                     FamilyMatch(LLAMA, "paddle"): the format says whose names they are
@@ -49,7 +49,7 @@ def find(
     stated: str | None = None,
     family: str | None = None,
 ) -> FamilyMatch:
-    """Whose tensors they are.
+    """Find the family and the dialect to which tensors belong.
 
     Args:
         config: the model's config.json, None where there is none.
@@ -158,7 +158,7 @@ def _find_by_names(config: Config, names: list[str]) -> Family | None:
 
 
 class _Known(NamedTuple):
-    """What a dialect knows of names."""
+    """How many of the names a dialect's rules cover."""
 
     much: tuple[int, int]  # how many its rules know, how much of the others its towers' names tell
     layered: bool  # is one of those in a layer?

@@ -1,12 +1,12 @@
-"""Rewrite: a checkpoint's tensors from one dialect of a family into another.
+"""Maps a checkpoint's tensors from one dialect of a family to another.
 
     mapping(ERNIE, "hf", "paddle", {"...gate_proj.weight": (48, 32), "...up_proj.weight": (48, 32)}, {"hidden_size":
     32})
       -> Made("...up_gate_proj.weight", (32, 96), pieces=(from gate_proj, from up_proj))
 
-Source rules give pieces source -> hub for what is there; target rules take pieces hub -> target of hub tensors that
-were made; `algebra.compose` joins them without a hub tensor ever being built. All faults of a pass come at once. Cost:
-some 45 us a tensor both ways. What it does not do: see `families.base`.
+The source's rules give pieces source -> hub for the tensors that exist; the target's rules give pieces hub -> target
+for the hub tensors that these fill; `algebra.compose` joins both without building a hub tensor. All faults of a pass
+are reported together. Cost: some 45 us a tensor both ways. What it does not do: see `families.base`.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ class RewriteFault(NamedTuple):
 
 
 class HalfRule(NamedTuple):
-    """A rule of which one side is there."""
+    """A rule for which tensors of one side exist."""
 
     rule: Equation
     axes: tuple[str, ...]  # the indices in the names of that side
     rows: set[tuple[int, ...]]  # the numbers seen, by those axes
-    example: str  # a name that asks for it
-    # the sizes of axes that these rows alone have (`Family.own`)
+    example: str  # a name that the rule matches, for messages
+    # the sizes of axes that apply only to these rows (`Family.own`)
     own: Mapping[str, int] = MappingProxyType({})
 
     @property
     def patterns(self) -> set[str]:
-        """Axes that run along a tensor on either side: those have their whole size, whatever names there are."""
+        """Axes that are a dim of a tensor on either side: they always have their full size, whatever names exist."""
         return {axis for term in (*self.rule.left, *self.rule.right) for axis in term.pattern.axes}
 
     @property
@@ -139,7 +139,7 @@ class HalfRule(NamedTuple):
 
 
 class _Hub(NamedTuple):
-    """What the source makes of the hub's tensors."""
+    """The hub tensors that the source's tensors fill."""
 
     pieces: list[Piece]  # source -> hub
     made: dict[str, list[str]]  # {hub tensor: the source tensors it is made of}
@@ -149,16 +149,16 @@ class _Hub(NamedTuple):
 
 
 class _Target(NamedTuple):
-    """What the target makes of the hub's tensors."""
+    """The target tensors that the hub's tensors fill."""
 
     pieces: list[Piece]  # hub -> target
     shapes: dict[str, Shape]  # of every complete target tensor
     dropped: list[str]  # hub tensors that the target does not have
-    like: dict[str, str]  # {target tensor of zeros alone: a source of one that its rule makes of the same layer}
+    like: dict[str, str]  # {target tensor of only zeros: a source tensor of the same rule and layer, for its dtype}
 
 
 def mapping(family: Family, source: str, target: str, shapes: Mapping[str, Shape], config: Config | None) -> Mapped:
-    """What the tensors of dialect `source` are in dialect `target`.
+    """Map the tensors of dialect `source` to those of dialect `target`.
 
     Args:
         shapes: {parameter: shape} of all that there is; names that no rule knows are not in the result.
@@ -223,12 +223,12 @@ def _add_tensors_without_rule(
     result: _Target,
     shapes: Mapping[str, Shape],
 ) -> tuple[tuple[Made, ...], list[str]]:
-    """Adds what travels without a rule: tensors of towers, and the scales and codes that follow a quantised weight.
+    """Add the tensors that are mapped without a rule: those of towers, and scales and codes of quantised weights.
 
     Args:
         unknown: the source tensors that no rule knows.
         tables: the source's and the target's.
-    Returns what is made, in the order of the sources, and the buffers that a loader derives from the config.
+    Returns all target tensors, in the order of their sources, and the buffers that a loader derives from the config.
     """
     source_table, target_table = tables
     towers = _map_towers(unknown, source_table, target_table, shapes)
@@ -267,8 +267,8 @@ def _find_aliases(
 def _check_counts(tables: Iterable[Table], sizes: Mapping[str, Extent], shapes: Mapping[str, Shape]) -> None:
     """Raise InconsistentCheckpoint E1650 for a count in the config that the tensors themselves do not support.
 
-    Experts that are in one tensor on one side and in a tensor each on the other have their names written out: a
-    count that no shape and no number of tensors shows would write out names without end.
+    If experts are in one tensor on one side and in a tensor each on the other, a name is generated for each of them: a
+    malicious count that no shape and no number of tensors supports would generate names without end.
     """
     longest = max((extent for shape in shapes.values() for extent in shape), default=0)
 
@@ -298,12 +298,12 @@ def _refuse(faults: Sequence[RewriteFault]) -> None:
 def sizes_of(
     family: Family, table: Table, named: Sequence[Instances], shapes: Mapping[str, Shape], config: Config
 ) -> tuple[dict[str, Extent], dict[str, str]]:
-    """(sizes, reasons): every axis that the config or a shape settles; why not, for the others."""
+    """(sizes of all axes that follow from the config or a shape, reasons why the others do not)."""
     sizes, reasons = compute_sizes(family.axes, config)
     seen = []
     for group in named:
         if len(group.spots) != 1:
-            continue  # two rules of a name: a condition chooses, so neither shape can be trusted here
+            continue  # two rules match the name: a condition decides between them, so neither gives a reliable size
         for term in table.rules[group.spots[0].rule].left:
             if term.name and term.name.form == group.form:
                 seen.append((term.pattern, tuple(shapes[group.form % group.values[0]])))
@@ -311,18 +311,18 @@ def sizes_of(
 
 
 class Unfitting(NamedTuple):
-    """A tensor whose shape no rule of its name can have."""
+    """A tensor whose shape fits none of the rules for its name."""
 
     name: str
     shape: Shape
-    pattern: str
-    wanted: tuple[int | None, ...]  # what one of them says, None where that is open
+    pattern: str  # of the first rule for the name
+    wanted: tuple[int | None, ...]  # the shape by that pattern, None for an extent that is not known
 
 
 def unfitting(
     family: Family, dialect: str, shapes: Mapping[str, Shape], config: Config, *, every: bool = False
 ) -> Iterator[Unfitting]:
-    """Tensors that can't have their shapes in that dialect: one of each kind, or all of them if `every`."""
+    """The tensors whose shapes are impossible in that dialect: one of each kind, or all of them if `every`."""
     table = family.table(dialect)
     named, _ = instances(table.left, shapes)
     sizes, _ = sizes_of(family, table, named, shapes, config)
@@ -338,7 +338,7 @@ def unfitting(
 
 
 def count_misfits(family: Family, dialect: str, shapes: Mapping[str, Shape], config: Config) -> int:
-    """How many kinds of tensors can't have their shapes in that dialect."""
+    """The number of kinds of tensors whose shapes are impossible in that dialect."""
     return sum(1 for _ in unfitting(family, dialect, shapes, config))
 
 
@@ -361,7 +361,7 @@ def _suggest_dialect(family: Family, source: str, shapes: Mapping[str, Shape], c
 
 
 def _match_rules(table: Table, named: Iterable[Instances], config: Config) -> list[HalfRule]:
-    """The rules whose left side is there, at least in part, in the table's order."""
+    """The rules for whose left side tensors exist, at least in part, in the table's order."""
     matched: dict[int, HalfRule] = {}
     for group in named:
         _check_numbers(group, config)
@@ -373,7 +373,7 @@ def _match_rules(table: Table, named: Iterable[Instances], config: Config) -> li
 
 
 def _check_numbers(group: Instances, config: Config) -> None:
-    """Raise InconsistentCheckpoint (E1374) for a name whose numbers are those of no rule."""
+    """Raise InconsistentCheckpoint (E1374) for a name whose numbers match no rule."""
     if not all(spot.shifted for spot in group.spots):
         return
     readers = [spot.reader(config) for spot in group.spots]
@@ -532,7 +532,7 @@ def _find_excluded_names(
 def _find_excess_numbers(
     half_rule: HalfRule, axes: Mapping[str, str], sizes: Mapping[str, Extent]
 ) -> Iterator[RewriteFault]:
-    """Numbers in names that the config, or the family itself, has no room for."""
+    """Faults for numbers in names that exceed the size of the axis in the config, or in the family itself."""
     for axis, numbers in zip(half_rule.axes, zip(*half_rule.rows, strict=True), strict=True):
         size = sizes.get(axis)
         if isinstance(size, int) and max(numbers) >= size:
@@ -546,7 +546,7 @@ def _find_excess_numbers(
 # Hub to target.
 
 
-# (spot of a rule, what reads its indices off the numbers of a name, does its condition hold for them?)
+# (spot of a rule, function from a name's numbers to the rule's indices, function: does its condition hold for them?)
 _RuleReader = tuple[Spot, Callable[[tuple[int, ...]], tuple[int, ...] | None], Callable[[tuple[int, ...]], bool]]
 
 
@@ -697,9 +697,9 @@ def _group_pieces(
 
 
 def _names_in_dialect(table: Table, hub_name: str, config: Config) -> list[str]:
-    """What a dialect calls the tensors that a hub tensor is made of, by the first rule that holds for it.
+    """The names in a dialect of the tensors that make up a hub tensor, by the first rule that applies to it.
 
-    All names of the dialect's side; only the one at the same position where both sides have as many.
+    If both sides of the rule have the same number of tensors, it is the name at the same position, else all names.
     """
     form, numbers = form_of(hub_name)
     for spot in table.right.get(form, ()):

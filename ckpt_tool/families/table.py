@@ -1,18 +1,18 @@
-"""Table: the rules of one dialect, and which rule knows a name.
+"""Table: the rules of one dialect, and the lookup of the rule for a tensor's name.
 
 A table is text, a rule a line, in the language of `algebra.equation`: the dialect's tensors on the left, the hub's
-(Hugging Face's unfused ones) on the right. Some things are left unsaid:
+(Hugging Face's unfused ones) on the right. Some things may be left out:
 
     model.norm.weight : h                                           both sides are alike
     model.layers.{i}.self_attn.o_proj.weight : h q = : q h          the hub's name is the same
     m.mlp.up_gate_proj.bias : ((1 + 1) f) = ..<gate|up>_proj.bias : f    in the same module: m.mlp.<gate|up>_proj.bias
     model.[layers.{i}|mtp_block.{n}].input_layernorm.weight : h     the rule once with each word, brackets alike in step
     visual.** = model.visual.**                                     a tower: what is below and has no rule, as it is
-Two rules of one hub tensor are two spellings: both are read, the first is written. A name finds its rules by its form,
-in which each number between dots is `%d`, so 92,000 names cost 0.2 s and a rule is only worked out for the layers and
-experts that are there. What a dialect renumbers (`Table.with_mtp_layers`) has an index `{i - num_hidden_layers}`: the axis counts
-as the hub does; `{2 * i + 1}` is every second number, `{0}` one that a name always has. What it does not do: know sizes or
-configs (`families.base`).
+Two rules for one hub tensor are two spellings: both are read, the first is written. The rules for a name are looked up
+by its form, in which each number between dots is `%d`, so 92,000 names cost 0.2 s and a rule is only expanded for the
+layers and experts that exist. If a dialect numbers layers differently (`Table.with_mtp_layers`), the name has an index
+such as `{i - num_hidden_layers}`, in which the axis counts as the hub does; `{2 * i + 1}` is every second number, `{0}` a
+constant number. What it does not do: know sizes or configs (`families.base`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _TOWER = re.compile(r"\s*([\w.]+\.)\*\*\s*=\s*([\w.]+\.)\*\*\s*")
 
 
 class Spot(NamedTuple):
-    """A rule that names tensors of a form, and what the numbers in such a name are."""
+    """A rule for the names of one form, and the meaning of the numbers in such a name."""
 
     rule: int  # its position in the table
     axes: tuple[str, ...]  # what the numbers of the name count: layers, experts

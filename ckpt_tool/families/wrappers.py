@@ -4,8 +4,8 @@
     model.model.layers.0.mlp.up_proj.weight      a LightningModule with `self.model`
     _orig_mod.model.layers.0...                  torch.compile
 
-`find_wrapper` gives a known prefix where all names have it and what is left is completely a family's: a prefix is never
-taken off on suspicion. `describe_prefix` is for errors: it sees any prefix, also one that nobody knows.
+`find_wrapper` returns a known prefix if all names have it and the remaining names are completely a family's: a prefix
+is never removed on suspicion. `describe_prefix` is for errors: it also finds unknown prefixes.
 
 The words and their sources: `core.wrapper_words`. Cost: nothing where the names do not begin alike; else 2 us a kind
 of name and dialect of the family, of all families where no config names one.
@@ -49,7 +49,7 @@ def find_wrapper(names: Iterable[str], families: Iterable[Family]) -> str:
 
 
 def find_certain_wrapper(names: Sequence[str]) -> str:
-    """The prefix of all names that only wrappers make, for a model whose family nobody here knows.
+    """The prefix of all names that only wrappers create, for a model of an unknown family.
 
     >>> find_certain_wrapper(["module.opt.w", "module.opt.b"]), find_certain_wrapper(["model.opt.w"])
     ('module.', '')
@@ -67,7 +67,7 @@ def find_certain_wrapper(names: Sequence[str]) -> str:
 
 
 def describe_prefix(names: Collection[str], families: Iterable[Family]) -> str:
-    """What an error says where most names have one prefix and a family knows what stands behind it; "" otherwise."""
+    """A phrase for errors if most names have one prefix and a family knows the rest of the names; "" otherwise."""
     kinds = one_of_each(names)
     most = 0
     prefix = ""

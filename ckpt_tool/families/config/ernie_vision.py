@@ -60,7 +60,7 @@ def is_nested(config: Mapping[str, Any]) -> bool:
 
 
 def is_sound(config: Mapping[str, Any]) -> bool:
-    """Are the values of a flat config, which nobody has looked at, such that `nested` can count with them?"""
+    """Are the unchecked values of a flat config plausible, so that `nest_config` can compute with them?"""
     counts = ("num_hidden_layers", "hidden_size", "num_attention_heads", "moe_layer_interval", "freq_allocation")
     ends = [config.get(f"moe_layer_{end}_index", 0) for end in ("start", "end")]
     vision = config.get("vision_config") or {}

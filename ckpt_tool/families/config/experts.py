@@ -106,7 +106,7 @@ def _kinds_to(model: ConfigWords, out: Values) -> None:
 
 
 def _kinds_back(args: Arguments, out: Values) -> None:
-    """What transformers 5 reads beside what the released files say."""
+    """Add the key that transformers 5 reads and that the released files do not have."""
     out["mlp_layer_types"] = ["sparse" if is_sparse else "dense" for is_sparse in _pattern(args)]
 
 

@@ -194,7 +194,7 @@ def _rope_to(model: ConfigWords, out: Values) -> None:
         model.lost("rope_scaling: gpt_builders.py of Megatron-LM 0.16.1 does not pass a linear factor on")
     elif rope["type"] == "yarn":
         out["position_embedding_type"] = "yarn"
-        rope.pop("max_position_embeddings", None)  # said beside the rope too
+        rope.pop("max_position_embeddings", None)  # the config has it outside the rope too
         if (beta := rope.pop("llama_4_scaling_beta", None)) is not None:
             model.lost(
                 f"rope_scaling: llama_4_scaling_beta {beta}, by which queries grow with their position, is in no argument "

@@ -1,12 +1,12 @@
-"""Forms of models whose layers are of two kinds, each with heads and a rope of its own: Gemma 4, MiMo-V2-Flash.
+"""Translates configs of models with two kinds of layers, each with its own heads and rope: Gemma 4, MiMo-V2-Flash.
 
     gemma4   global_head_dim = 512, top_k_experts = 8       global_kv_channels = 512, moe_router_topk = 8
     mimo_v2  hybrid_layer_pattern = [0, 1, 1], 128 tokens   window_size = (127, 0), window_attn_skip_freq = [0, 1, 1]
              swa_num_key_value_heads = 8                    swa_num_query_groups = 8
 
-Megatron-LM has one number of query groups, one width of a head and one rope for all layers: its arguments say those of
-the layers that see all in MiMo-V2-Flash, whose windowed layers have the words of Megatron-Bridge's provider beside, and the
-other way round in Gemma 4 (the rope is that of the layers that see all in both). Sources: Megatron-Bridge 0.6.2
+Megatron-LM has one number of query groups, one head width and one rope for all layers. For MiMo-V2-Flash its arguments
+describe the layers with full attention, and the windowed layers have additional keys of Megatron-Bridge's provider; for
+Gemma 4 it is the reverse (the rope is that of the full layers in both). Sources: Megatron-Bridge 0.6.2
 `models/gemma/gemma4_{bridge,provider}.py`, `models/mimo_v2_flash`; transformers 5.23
 `models/{gemma4,mimo_v2_flash}/configuration_*.py`. Cost: none. What it does not do: see `families.config.forms`.
 """

@@ -1,17 +1,16 @@
-"""Configs: a model's config as Hugging Face's config.json and as Megatron's arguments, each translated into the other's
-words.
+"""Translates a model's config between Hugging Face's config.json and Megatron's arguments.
 
     megatron_args({"model_type": "qwen3", "num_hidden_layers": 36, "num_key_value_heads": 8, ...})
       -> {"num_layers": 36, "group_query_attention": True, "num_query_groups": 8, "qk_layernorm": True, ...}
     from_megatron({"num_layers": 36, "qk_layernorm": True, ...})
       -> {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 36, ...}
 
-The one idea: nobody guesses what class arguments are of. Each class is translated back from the arguments and into
-arguments again; the one whose arguments are the same, in all that decides what a model computes, is it. Where none is,
-the sizes alone are reported, and `notes` say what is in the way of the nearest. What the other side has no word for is
-in `notes` too.
+The one idea: the class of a model is never guessed from arguments. For each class, the arguments are translated into a
+config and back; the class is the one whose arguments come out equal, in everything that affects what the model
+computes. If there is none, only the sizes are reported, and `notes` list the differences from the nearest class.
+Settings without a counterpart on the other side are in `notes` too.
 
-The config that comes out is spelt so that transformers 4 and 5 both read it (`rope_theta`, `rope_scaling`,
+The resulting config is written so that transformers 4 and 5 both read it (`rope_theta`, `rope_scaling`,
 `torch_dtype`). Cost: some 50 us a class. What it does not do: files (`sources.config`), Paddle's words
 (`systems.paddle.config`).
 """
@@ -79,8 +78,10 @@ def kind_of(config: Mapping[str, Any]) -> str | None:
 
 
 def language_model(config: Mapping[str, Any]) -> tuple[ModelClass | None, Mapping[str, Any]]:
-    """(its class, its config) where a config is of a model that sees or hears and its language model's class is one of
-    ours; None and the config elsewhere. A config of one piece says of the language model what no other part says."""
+    """(class, config) of the language model in a multimodal model's config, if that class is known; else (None, config).
+
+    In a flat config, keys that belong to no other part describe the language model.
+    """
     if ernie_vision.is_flat(config):
         if not ernie_vision.is_sound(config):
             return None, config
@@ -100,11 +101,14 @@ def language_model(config: Mapping[str, Any]) -> tuple[ModelClass | None, Mappin
 
 
 def megatron_args(config: Mapping[str, Any], kind: str | None = None) -> Translated:
-    """Megatron-LM's arguments of the model: what decides what it computes, and the job's own that would spoil it
-    (dropout).
+    """Megatron-LM's arguments for a model: those that affect what it computes, and settings of a job whose defaults
+    would change the result (dropout).
 
-    kind: of the class where the config does not say. A config of no class of ours has no arguments: {} and why. A model
-    that sees is derived from its language model's part, where that is of one of our classes.
+    For a config of an unknown class the result is {} with a note that gives the reason. Arguments of a multimodal model
+    are derived from the part of its language model, if that has a known class.
+
+    Args:
+        kind: the class, if the config does not state it.
     """
     kind = kind or kind_of(config)
     facts, config = (CLASSES[kind], config) if kind is not None else language_model(config)

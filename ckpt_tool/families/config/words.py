@@ -199,8 +199,7 @@ LARGEST = 1 << 40  # of a count
 
 
 def fits(key: str, value: Any, kinds: Mapping[str, type]) -> bool:
-    """Is the value of the type that a key or an argument has? True for those that nobody here reads. kinds: of
-    `kinds_of`."""
+    """Has the value the type of its key or argument? True for keys that are never read here. kinds: from `kinds_of`."""
     kind = kinds.get(key)
     if value is None or kind is None or kind is type(None):
         return True
@@ -230,7 +229,7 @@ def _fits_rope(name: Any, value: Any) -> bool:
 
 
 def sound(values: Mapping[str, Any], facts: ModelClass) -> Mapping[str, Any]:
-    """The values without those that are of another type than their keys have. facts: of the class that they are of."""
+    """The values without those of a wrong type for their keys. facts: the model's class."""
     kinds = kinds_of(facts)
     if all(fits(key, value, kinds) for key, value in values.items()):
         return values
@@ -239,17 +238,18 @@ def sound(values: Mapping[str, Any], facts: ModelClass) -> Mapping[str, Any]:
 
 @dataclass(slots=True)
 class ConfigWords:
-    """A config while it is translated into arguments. get: by our word for a key, the class's default where it is
-    silent."""
+    """A config during its translation into Megatron's arguments."""
 
     config: Mapping[str, Any]
     facts: ModelClass
     notes: list[str] = field(default_factory=list)
 
     def key(self, key: str) -> str:
+        """The class's own key for a common key, such as n_embd for hidden_size."""
         return self.facts.keys.get(key, key)
 
     def get(self, key: str) -> Any:
+        """The value of a common key, the class's default if the config does not have it."""
         config_key = self.key(key)
         for name in (config_key, *OTHER_WORDS.get(config_key, ())):
             if name in self.config:
@@ -257,6 +257,7 @@ class ConfigWords:
         return self.facts.defaults.get(config_key, self.facts.defaults.get(key))
 
     def count(self, key: str) -> int | None:
+        """The value of a key if it is an integer >= 0, else None."""
         value = self.get(key)
         return value if type(value) is int and 0 <= value else None
 
@@ -266,7 +267,7 @@ class ConfigWords:
 
 @dataclass(slots=True)
 class Arguments:
-    """Megatron's arguments while they are translated into a config. get: Megatron's default where they are silent."""
+    """Megatron's arguments during their translation into a config."""
 
     args: Mapping[str, Any]
     facts: ModelClass
@@ -276,6 +277,7 @@ class Arguments:
         return self.facts.keys.get(key, key)
 
     def get(self, name: str) -> Any:
+        """The value of an argument, also under its older name; Megatron's default if it is absent."""
         for spelling in (name, OLD_NAMES.get(name, name)):
             if spelling in self.args and (self.args[spelling] is not None or spelling == name):
                 return self.args[spelling]
@@ -291,7 +293,7 @@ class Form(NamedTuple):
 
 
 def same(*pairs: tuple[str, str]) -> Form:
-    """Keys and arguments that say the same in the same shape: (key, argument)."""
+    """The translation of keys into arguments with the same meaning and form. pairs: (key, argument)."""
 
     def to(model: ConfigWords, out: Values) -> None:
         for key, name in pairs:

@@ -79,6 +79,7 @@ class Settings:
     saved: tuple[str, ...] = ()  # module endings of which nothing may be absent (`targets.absent`)
 
     def rank_of(self, module: str) -> int:
+        """The rank r of a module, by `rank_pattern` if that has an entry for it."""
         found = _first(self.rank_pattern, module)
         return self.rank if found is None else self.rank_pattern[found]
 
@@ -232,41 +233,47 @@ def _refuse(config: Mapping[str, Any], path: str, *, lenient: bool) -> None:
 
 
 class _TakenKeys:
-    """Values out of the config. Raises CorruptFile E1423 with the place."""
+    """Reads values of the config with a check of their types. Raises CorruptFile E1423 with the key."""
 
     def __init__(self, config: Mapping[str, Any], path: str) -> None:
         self._config = config
         self._path = path
 
     def whole(self, place: str, value: Any) -> int:
+        """A positive integer below 2^20, such as a rank. place: its key."""
         if type(value) is not int or not 0 < value < 1 << 20:
             raise self._malformed(place, value, "a rank")
         return value
 
     def number(self, place: str, value: Any) -> float:
+        """A number of limited size, such as alpha; never NaN. place: its key."""
         if type(value) not in (int, float) or not abs(value) <= LARGEST:
             raise self._malformed(place, value, "a number")
         return float(value)
 
     def flag(self, name: str) -> bool:
+        """The value of a boolean key; False if it is absent or null."""
         value = self._config.get(name)
         if value is not None and type(value) is not bool:
             raise self._malformed(name, value, "true or false")
         return value is True
 
     def table(self, name: str) -> dict[str, Any]:
+        """The value of a key that is an object; {} if it is absent or null."""
         value = self._config.get(name) or {}
         if not isinstance(value, dict):
             raise self._malformed(name, value, "an object")
         return value
 
     def words(self, name: str) -> tuple[str, ...]:
+        """The value of a key that is a list of names; () if it is absent or null."""
         value = self._config.get(name) or []
         if not isinstance(value, list) or any(type(each) is not str for each in value):
             raise self._malformed(name, value, "a list of names")
         return tuple(value)
 
     def rows(self, value: Any) -> tuple[int, ...]:
+        """A list of row numbers >= 0 (`trainable_token_indices`)."""
         if not isinstance(value, list) or any(type(each) is not int or each < 0 for each in value):
             raise self._malformed("trainable_token_indices", value, "row numbers")
         return tuple(value)

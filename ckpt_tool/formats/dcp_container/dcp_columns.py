@@ -361,14 +361,17 @@ class DcpColumns(ChunkColumns):
             yield tuple(offsets[0, :leads].tolist()), DcpColumns(pieces, self.arrays.some(rows, leads))
 
     def starts(self) -> list[int]:
+        """The number of different offsets along each dim."""
         return [len(np.unique(along)) for along in self.pieces.offsets.T]
 
     def lacks_crc(self) -> bool:
+        """Is any piece stored without a CRC-32?"""
         table = self.arrays.table
         without = (table.crcs == 0) & (table.twins >= 0)
         return bool(without.any()) or any(array.crc is None for array in self.arrays.others.values())
 
     def plainly_tile(self, shape: tuple[int, ...]) -> bool:
+        """Do the boxes form a regular grid that fills `shape`? False is no fault: boxes can tile in other ways."""
         offsets = self.pieces.offsets
         extents = self.pieces.extents
         cells = 1

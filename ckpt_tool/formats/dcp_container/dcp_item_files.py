@@ -341,12 +341,15 @@ class ItemPlaces:
         self._members = {group: (count, last[group]) for group, count in Counter(self._groups).items()}
 
     def group(self, tensor: int) -> int:
+        """The group of a wanted tensor: all its members are split into the same boxes."""
         return self._groups[tensor]
 
     def groups(self) -> Mapping[int, tuple[int, int]]:
+        """Group -> (number of its tensors, index of the last of them)."""
         return self._members
 
     def boxes(self, group: int) -> Sequence[Box]:
+        """The boxes into which each tensor of a group is split."""
         return self._boxes[group]
 
     @cached_property
@@ -358,9 +361,11 @@ class ItemPlaces:
         return placed
 
     def of(self, tensor: int) -> Sequence[tuple[int, TargetArray]]:
+        """(index of the file, array) for each stored array of a wanted tensor."""
         return self._placed[tensor]
 
     def identity(self) -> str:
+        """A digest of the paths, sizes, literal bytes and patches of all files."""
         from hashlib import blake2b  # as in `Plan.identifier`
 
         digest = blake2b(digest_size=16)

@@ -224,6 +224,7 @@ class _DcpMetadataReading:
         self.met = 0  # rows of the RowRuns that were used so far
 
     def metadata(self, value: PickledRecord) -> None:
+        """Check a whole Metadata record and add its tensors and objects to the listing."""
         states = value.get("state_dict_metadata", dict)
         items = self.items(value.get("storage_data", dict))
         paths = self.paths(value.state.get("planner_data") if value.state else None, states)
@@ -383,6 +384,7 @@ class _DcpMetadataReading:
         return out
 
     def object(self, entry: ObjectEntry) -> None:
+        """Add an object; the entries of further ranks for the same object go into `differing`."""
         known = self.listing.objects.setdefault(entry.fqn, entry)
         if known is not entry:
             self.listing.differing.append(entry)

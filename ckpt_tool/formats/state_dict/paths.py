@@ -174,6 +174,7 @@ class _Naming:
     # -- rule 1, nested ---------------------------------------------------------------------------------------------
 
     def nested_optimizers(self) -> None:
+        """Name the states of optimizers in nested dicts (rule 1)."""
         groups: dict[Path, list[int]] = {}
         for i, leaf in enumerate(self.leaves):
             if "state" in leaf.path[:-2]:
@@ -199,6 +200,7 @@ class _Naming:
     # -- rule 1, flat -----------------------------------------------------------------------------------------------
 
     def flat_optimizers(self) -> None:
+        """Name the states of optimizers with flat keys, `state.PARAMETER.STATE` (rule 1)."""
         groups: dict[tuple[Path, str], list[tuple[int, str]]] = {}
         others: list[str] = []
         for i in self.rest():

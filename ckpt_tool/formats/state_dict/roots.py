@@ -55,6 +55,7 @@ class Roots(Hint):
         return (dotted(path),) if self.dotted else path
 
     def plain(self) -> dict[str, Any]:
+        """The hint as JSON values, for plan files; `read` is the inverse."""
         return {
             "model": list(self.model),
             "optimizer": list(self.optimizer),
@@ -68,7 +69,7 @@ class Roots(Hint):
 
     @classmethod
     def read(cls, plain: Any) -> Roots | None:
-        """The inverse of `plain`; of a damaged part nothing is believed."""
+        """The inverse of `plain`; None if any part of the value is malformed."""
         if not isinstance(plain, Mapping):
             return None
         model, optimizer, ema, master = (
