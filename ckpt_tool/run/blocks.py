@@ -37,7 +37,7 @@ SCRATCH = 1 << 20  # bytes of the strided side
 GAP = 64 << 10  # bytes: runs closer than this are read in one pread
 LONG = 64 << 10  # bytes: rows of at least this length are runs of their own
 SEGMENT = 16 << 20  # bytes of a line: within it a store is asked for ranges file by file
-_TYPES = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "V16"}
+_TYPES = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "V16"}  # bytes of an element -> a NumPy type to move it
 
 
 def view_strided(
@@ -126,6 +126,7 @@ class FdCache:
 
     def close(self) -> None:
         """Close them all; then raise the first failure: a network file system may report a lost write only here."""
+        # The first failure is kept: all other descriptors must be closed as well.
         failed: StorageError | None = None
         while self._fds:
             try:
@@ -193,6 +194,7 @@ class Sources:
         except StorageError:
             close_read(fd)
             raise
+        # Checked on the descriptor, so that nobody can replace the file between check and read.
         if tuple(now) != tuple(file.identity):
             close_read(fd)
             raise self.make_changed_error(number)
@@ -275,6 +277,7 @@ class BlockReader:
         count: whether the bytes count for record checksums (False for a second look at the same bytes).
         until: the element up to which the caller will go on, all of them if None.
         """
+        # Transposed sources are read in panels of whole rows, and replicas are compared there.
         panels = self.find_panels(move)
         if panels is not None:
             panels.fill(block, start, stop, move.numel if until is None else until)
@@ -294,6 +297,7 @@ class BlockReader:
         """Elements [start, stop) of the move's line as the buffers that a store has sent, to be looked at without a
         copy, in parts that may end within an element. None where they must be read into a block: from a local file,
         from several places, with replicas."""
+        # Local files have no buffers to lend, and panels are overwritten by the next read.
         if not move.sources or self._files.remote(move.sources[0].file) is None or self.find_panels(move) is not None:
             return None
 

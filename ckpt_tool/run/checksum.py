@@ -70,6 +70,7 @@ class RunPieces:
 
     def add(self, start: int, data: memoryview, *, breaks: Container[int]) -> None:
         """Add the run `data` at byte `start`. breaks: the bytes at which a new record begins."""
+        # A piece must not span two records: its CRC could not be divided.
         if start != self._stop or start in breaks:
             self._set_aside()
             before = None if start in breaks else self._others.pop(start, None)

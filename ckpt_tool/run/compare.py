@@ -43,6 +43,7 @@ class Norms:
     nonfinite: int = 0  # elements that are NaN or infinite on either side
 
     def add(self, other: Norms) -> None:
+        """Add the sums of `other` to these."""
         self.left += other.left
         self.right += other.right
         self.gap += other.gap
@@ -108,6 +109,8 @@ class Worst:
         self.equal: list[tuple[int, int]] = []
 
     def add(self, at: int, where: Array, ulp: int, gap: float) -> None:
+        """Add the differences of a block. at: its first element; where: which elements differ; ulp, gap: the
+        greatest."""
         hits = np.flatnonzero(where)
         if self.first < 0:
             self.first = at + int(hits[0])

@@ -291,6 +291,7 @@ class ComputedTree(Tree):
             recipe = self._recipes[names[number]]
             found.extend(recipe.late_faults(self._lines_of(names[number], recipe).read))
 
+        # Most recipes have no late faults: then no threads are started for them.
         if any(type(self._recipes[name]).late_faults is not Recipe.late_faults for name in names):
             each_of(len(names), settle)
         yield from sorted(found, key=lambda fault: fault.key or "")

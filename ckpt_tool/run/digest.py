@@ -80,6 +80,7 @@ class LeafStream:
             self._at += size
             return
 
+        # The general case: bytes before the first leaf are skipped, and a leaf may arrive in several pieces.
         skip = max(0, self._at - at)
         position = at + skip
         view = data[skip : max(skip, self._stop - at)]

@@ -199,6 +199,7 @@ class Executor:
     def run(self) -> Result:
         """Execute the plan and commit the output. With parts, only the part that finishes last commits; `committed` of
         the result is True for that one alone."""
+        # One process is enough: small replicas are compared before the run by the first part alone.
         if not self.worker and (self.part is None or self.part[0] == 1):
             replicas.look_ahead(self.plan.moves, self.sources, whole=self.full, threads=self.threads)
         return self._carry_out()
@@ -342,6 +343,7 @@ class Executor:
     def _take_up(self, staging: Staging, state: RunState) -> int:
         """Remove units from the queue that an earlier run finished, once what it wrote has been hashed and found equal.
         Returns the bytes of those units."""
+        # Parts leave the padding alone: another part may be writing. Whoever commits clears it.
         if self.part is None and staging.went_on:
             self._clear_gaps(staging)
         if not self.hashing or not staging.resumed:
@@ -368,6 +370,7 @@ class Executor:
         self._clear_gaps(staging)
         if not self.hashing:
             return
+        # All units of others are suspect until `_sift` has found their bytes in the files.
         state.queue[:] = [(number, unit) for number, unit in enumerate(self.units) if number not in mine]
         self._sift(staging, state, journal)
         if state.queue:
@@ -441,6 +444,7 @@ class Executor:
             writer: makes the writer of one thread, given how many descriptors it may keep open.
             record: called with the journal line of each unit that is done.
         """
+        # No more threads than units: each one costs buffers and descriptors.
         count = max(1, min(self.threads, len(state.queue)))
         for _, unit in state.queue:
             for file in unit.files:
@@ -459,6 +463,7 @@ class Executor:
     ) -> None:
         reader = BlockReader(self.sources, room, self._record_starts, panel=self._panel)
         writer = new_writer()
+        # Allocated once per thread: all walks of the thread use the same buffers.
         block = memoryview(bytearray(ROOM))
         scratch = memoryview(bytearray(STRIDED_BLOCK))
         thread = threading.get_ident()
@@ -467,6 +472,7 @@ class Executor:
 
         def advance(nbytes: int) -> None:
             self.advance(nbytes)
+            # The next unit is requested when little of this one is left.
             prefetch.passed(nbytes)
 
         job = WalkBuffers(reader, writer, block, scratch, self.hashing, lambda: state.stop, advance)
@@ -603,6 +609,8 @@ class Executor:
             for why in compiled.notes:
                 self.progress.note(why, detail=True)
         digests, digests_out, overflows = self.digests(state)
+        # Digests are holes in some formats, so patches come after all values, and the check of the output after the
+        # patches.
         copy_sidefiles(self.plan, self.sources, staging)
         fill_patches(self.plan, staging, state.output_pieces, list(digests_out.values()) if self.hashing else None)
         if self.progress:

@@ -61,6 +61,7 @@ def fill_patches(
         fd = staging.open(file.path)
         written = sorted(pieces.get(number, ()))
         try:
+            # A zip stores a CRC twice, after the record and in the directory, so one span may fill several holes.
             spans = dict[tuple[int, int], list[int]]()  # (offset, length) -> where its CRC goes
             for patch in file.patches:
                 if patch.kind == "digest":

@@ -90,6 +90,7 @@ class FileHashes:
             for region in move.outputs:
                 self._files[region.file].count(region, move.item_out)
         for file in self._files:
+            # `count` has added up what moves write; from here on the windows count down.
             file.left = file.moved
             file.moved = {}
 
@@ -135,8 +136,10 @@ class FileHashes:
             with self._lock:
                 ready = file.ready()
                 offset, span = file.holes[-1] if file.holes else (file.size, None)
+                # The next hole is not reached yet.
                 if offset >= ready:
                     return ready
+                # Hash up to the hole; the rest waits for its content.
                 if span is None or file.lacks(span):
                     return offset
             if span not in file.crcs:
@@ -158,6 +161,7 @@ class FileHashes:
 
         Raises StorageError E0709 if a CRC in a file differs from the one that was hashed.
         """
+        # `pop` takes the longest first, so that no long file is left for one thread at the end.
         waiting = sorted(self._files, key=lambda file: file.size - file.at)
         failures = list[BaseException]()
 

@@ -80,6 +80,7 @@ def bands_of(regions: Sequence[Region], item: int) -> tuple[int, list[LineBand]]
     widths = {
         region.steps[0] for region in regions if len(region.extents) == 2 or len(region.extents) == 1 != region.steps[0]
     }
+    # Rows of different lengths have no common row to which a block could be aligned.
     if len(widths) != 1:
         return None
     (row,) = widths

@@ -172,6 +172,7 @@ class _ReplicaReader(BlockReader):
 
         this_copy = bytearray(block)
         self._read(part, memoryview(this_copy), start, move.item, count=count)
+        # Equal blocks are the common case and are compared as bytes; only others are examined by element.
         if this_copy != block:
             worst = self._worst.setdefault(part.file, Worst(move.shape))
             first_bytes = np.frombuffer(block, np.uint8)

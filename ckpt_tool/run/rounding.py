@@ -93,6 +93,7 @@ def drifted(model: Bytes, master: Bytes, kind: DType, wide: DType) -> np.ndarray
     """Positions where the master's rounding is not the model's value."""
     rounded = np.frombuffer(cast(master.data, wide, kind)[0], "u2")
     have = model.view("u2")
+    # Bits first: only elements that differ are widened, to see whether both are NaN.
     unequal = np.flatnonzero(rounded != have)
     if not unequal.size:
         return unequal

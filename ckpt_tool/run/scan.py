@@ -59,6 +59,7 @@ def readable(tensors: Iterable[LogicalTensor], tree: Tree, orders: Orders = Mapp
                 regions.append(source_region(chunk, tensor.shape, number, order))
                 if chunk.array.crc is not None:
                     records[Record(number, *chunk.array.crc)] = None
+        # Types below 8 bits are read as bytes: their elements can't be addressed one by one.
         item = max(1, tensor.dtype.bits // 8)
         numel = tensor.nbytes if tensor.dtype.bits < 8 else tensor.numel
         kinds = (tensor.dtype, tensor.dtype)
@@ -118,6 +119,7 @@ def walk(
         for move in ahead:
             if progress is not None and move.sources:
                 working_on(progress, base_of(source.files.path(move.sources[0].file)))
+            # After a fault the rest of the tensor is skipped, so what was prefetched for it is not needed.
             if not _read_one(reader, move, visit(move), block, passed, on_fault, lock, bytewise=bytewise):
                 ahead.again()
 
@@ -164,6 +166,7 @@ def share_out(
         waits: after an interruption, wait until all threads have ended (they see `Queue.stopped`) before it is raised:
             needed when they write into memory of the caller.
     """
+    # By position in the files, so that each file is read forwards.
     order = sorted(range(len(source.moves)), key=lambda i: _first_byte(source.moves[i]))
     queue = Queue(order)
     checked = CheckedRecords(source.files, source.records)
@@ -231,6 +234,7 @@ def _read_one(
             e.key = e.key or str(move.key)  # a chunk that does not decompress knows its file alone
             if on_fault is None:
                 raise
+            # `on_fault` is called by one thread at a time.
             with lock:
                 on_fault(e)
             return False
@@ -290,6 +294,7 @@ def digests_of(
             on_fault(fault)
 
     walk(source, visit, threads=threads, progress=progress, on_fault=note if on_fault else None, bytewise=also is None)
+    # A digest of a tensor with a fault would be that of other values.
     broken = {fault.key for fault in bad if fault.key}
     out = {}
     for move in source.moves:

@@ -158,6 +158,7 @@ class ShareUpload(Upload):
             if self._records_here.create(key, mine.encode()):
                 return mine
             there = self._records_here.get(key)
+            # Another worker was quicker: its upload is used, and this one is discarded.
             if there != mine.encode():
                 self._bucket.abort(self._key(item), mine)
         if there is None:
@@ -187,6 +188,7 @@ class ShareUpload(Upload):
     def take(self, record: Record) -> None:
         """Add the record of a share that was sent."""
         for file, number, etag in record["parts"]:
+            # Part numbers of a store begin with 1.
             self.objects[file].done.add(number - 1)
             self.objects[file].etags[number] = etag
         for file, at, nbytes, *piece in record["crcs"]:

@@ -83,6 +83,7 @@ class Shares(Sequence[UploadShare]):
     def _cut(self, order: Sequence[tuple[int, Unit]], size: int) -> None:
         share = UploadShare([], 0)
         for number, unit in order:
+            # A part belongs to the first share that touches it.
             touched = set[int]()
             for file, part in self._parts(unit.items):
                 owner = self._owner[file][part]
@@ -93,6 +94,7 @@ class Shares(Sequence[UploadShare]):
                     item = self._objects[file]
                     share = share._replace(nbytes=share.nbytes + min(item.step, item.size - part * item.step))
                 touched.add(owner)
+            # Earlier shares have to move this unit too, for the parts of it that they own.
             for owner in touched - {len(self._found)}:
                 self._found[owner].units.append(number)
             if len(self._found) in touched:
@@ -138,6 +140,7 @@ class Shares(Sequence[UploadShare]):
     def _cells(self, unit: Unit, item: MoveRange, number: int) -> Iterator[Work]:
         move = self._plan.moves[item.move]
         cell = max(1, CELL // move.item)
+        # Cells must not cut rows of a transposed region, which two cells would both read.
         cell -= cell % find_grain(move, cell)
         for at in range(item.start, item.stop, cell):
             some = MoveRange(item.move, at, min(at + cell, item.stop))

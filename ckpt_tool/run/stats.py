@@ -20,12 +20,14 @@ from ckpt_tool.storage.source import Tree
 
 @dataclass(slots=True)
 class _Sums:
+    """Running sums of one tensor. count, low, high, total, squares: of finite values only."""
+
     count: int = 0
     low: float = math.inf
     high: float = -math.inf
     total: float = 0.0
     squares: float = 0.0
-    zeros: int = 0
+    zeros: int = 0  # -0.0 included
     nans: int = 0
     infs: int = 0
 

@@ -149,6 +149,7 @@ class StoreExecutor(Executor):
         finally:
             upload.close()
 
+        # This worker may have created records after the committing one removed them all.
         if not result.committed:
             upload.sweep()
             if claims.gone and not upload.committed():
@@ -174,6 +175,7 @@ class StoreExecutor(Executor):
             taken = claims.take()
             if claims.gone:
                 break
+            # Progress counts shares of other workers as well, as they are done.
             others = claims.done - seen - own
             seen |= others
             self.advance(int(moved * sum(sizes.get(number, 0) for number in others)))

@@ -24,7 +24,7 @@ short hold Python's lock half of the time, so two threads gain little from each 
 which costs less than a call; with 8 KiB it took half as long again. Bytes that checksums need are read again at the end
 (`run/finish.py`), since a record's strips are not read in the order of the file.
 
-A group is transposed by compiled code if it is available (function `lay` below), else by NumPy, in tiles that were
+A group is transposed by compiled code if it is available, else by NumPy, in tiles that were
 chosen by measurement: multiples of a copy of the same bytes, 16 MiB in strips of 4 KiB, one core of a Xeon (2 MiB of
 L2), items of 1, 2, 4, 8 bytes:
 
@@ -434,7 +434,7 @@ def cut_group(outer: Sequence[Dim], most: int) -> Iterator[tuple[int, int, list[
 
 
 def read(source: Source, strips: Strips, file: int, offsets: Sequence[int], slots: Sequence[memoryview]) -> None:
-    """Read the strip at each offset into its slot; all strips are of one length."""
+    """Read the strip at each offset into its slot. All strips have the same length."""
     length = len(slots[0])
     tree = source.remote(file)
     if tree is not None:

@@ -133,6 +133,7 @@ class Upload:
         if self._force or not there:
             return
         names = {self._key(item): item.size for item in self.objects}
+        # Objects of an unfinished earlier run of the same plan are no obstacle: the last one is missing.
         ours = self._key(self.objects[self.last]) not in there and all(
             names.get(key) == nbytes and self._bucket.note(key, PLAN) == self._id for key, nbytes in there.items()
         )
@@ -267,6 +268,7 @@ class Upload:
 
     def _submit(self, part: UploadPart) -> None:
         with self._room:
+            # Blocks the writing threads while the store is slower than the sources: this bounds the memory.
             while self._queued and self._queued + len(part.data) > QUEUE and self._error is None:
                 self._room.wait(0.5)
             self._queued += len(part.data)
@@ -282,6 +284,7 @@ class Upload:
                     self._send_part(self.objects[part.file], part)
             except BaseException as e:  # raised in the threads that write
                 self._error = self._error or e
+            # Buffers of full parts are reused; they must be zero, because padding is never written.
             if nbytes == self.objects[part.file].step:
                 np.frombuffer(part.data, np.uint8).fill(0)
                 self._spare[nbytes].append(part.data)
@@ -293,6 +296,7 @@ class Upload:
 
     def _send_part(self, item: StoredObject, part: UploadPart) -> None:
         number = part.number + 1
+        # MD5 and size equal: the part that an earlier run has sent is the same.
         before = item.before.get(number)
         if before is not None and before == Sent(md5(part.data).hex(), len(part.data)):
             item.etags[number] = before.etag
@@ -303,6 +307,7 @@ class Upload:
         item.etags[number] = self._bucket.part(self._key(item), upload, number, part.data)
 
     def _upload_of(self, item: StoredObject) -> str:
+        # One upload per object, although several threads send its first parts at once.
         with item.beginning:
             if not item.upload:
                 item.upload = self._begin_upload(item)
@@ -493,6 +498,7 @@ class Upload:
 
     def discard(self) -> None:
         """Abort the uploads of this run and remove its visible objects, so that nothing of it is left."""
+        # Makes the sending threads drop what is in the queue.
         self._error = self._error or InternalError("discarded")
         self.close()
         for thread in self._senders:
@@ -641,6 +647,7 @@ def most_open(
                     if (item.number, number) in final:
                         final[item.number, number] = max(final[item.number, number], until)
 
+    # A sweep over the order: bytes that are begun (+) and finished (-) at each unit.
     change = defaultdict[int, int](int)
     for (file, number), at in first.items():
         low, high = objects[file].bounds(number)

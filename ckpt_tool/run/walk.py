@@ -158,6 +158,7 @@ class Walk:
         move = self.move
         hashing = self.job.hashing
 
+        # Without hashes the bytes need not pass through this process.
         if not hashing and not self.cast and self._copy_runs():
             return
 
@@ -262,12 +263,14 @@ class Walk:
         self, regions: Sequence[Region], item: int, transfer: Transfer, *, reads: bool
     ) -> Runs | Bands | None:
         """The quick way between regions and block: plain runs, or bands of columns. None: part by part."""
+        # Replicas must be compared, which lanes can't do.
         if reads and any(region.replica for region in regions):
             return None
         runs = runs_of(regions, item, self.start, self.stop)
         if runs is not None:
             return Runs(runs, transfer)
         row_and_bands = bands_of(regions, item)
+        # Bands move bytes of one element size between block and file: a cast changes the size.
         if row_and_bands is None or self.cast:
             return None
         row, bands = row_and_bands
@@ -281,6 +284,7 @@ class Walk:
         """Computed elements [at, end), already rounded; None if the source can't round while it computes."""
         move = self.move
         lane = self._read_lane
+        # Only a single run of one computed file can be rounded in one pass.
         place = lane.one(at * move.item, end * move.item) if isinstance(lane, Runs) else None
         tree = self.reader.remote(place[0]) if place else None
         if place is None or tree is None:
@@ -360,6 +364,7 @@ def read_back(reader: BlockReader, move: Move, start: int, stop: int) -> str | N
         part = block[: (end - at) * item]
         try:
             reader.fill(hash_written, part, at, end, until=stop)
+        # Replicas that differ: two copies of the same elements are not equal.
         except InputError:
             return None
         stream.feed(at * item, part)

@@ -183,12 +183,14 @@ def _members(tree: Tree, file: str) -> dict[str, TarMember]:
                     continue
                 path = info.name.removeprefix("./")
                 safe_relative(path, named_in=shown, place=f"member {info.name[:80]}")
+                # Sparse members are not one range of the file; of two with one name, readers pick different ones.
                 if not info.isreg() or info.issparse() or path in out:
                     raise _odd(path, info, shown, twice=path in out)
                 if info.size < 0 or info.offset_data + info.size > size or len(out) >= FILE_LIMIT:
                     raise tarfile.ReadError(f"member {path[:80]} of {info.size} bytes at {info.offset_data}")
                 out[path] = TarMember(info.offset_data, info.size)
         end = max((each.start + ceil_div(each.size, _HEAD) * _HEAD for each in out.values()), default=0)
+        # `tarfile` takes an archive that is cut at a header for complete.
         if not end + _HEAD <= size <= end + _PADDING:
             raise tarfile.ReadError(
                 f"its last member ends at {end} of {size} bytes, without the mark of an archive's end after it"

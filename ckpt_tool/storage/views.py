@@ -205,6 +205,7 @@ class Views:
             fill = _FILL.fullmatch(path.rpartition(VIEW)[2])
             whole = bytes.fromhex(fill["value"]) if fill else self._array_bytes(path)
             return whole[offset : offset + nbytes]
+        # Other threads that need this view wait for its lock, so it is decompressed once.
         held = self._held(path, frame.size)
         with held.lock:
             if not held.ready:

@@ -84,9 +84,11 @@ class _Body:
         self.view = view
 
     def fault(self, message: str) -> CorruptFile:
+        """The error for damage in this node."""
         return CorruptFile(message, code=DAMAGED, path=self.shown, offset=self.place, hint=_AGAIN)
 
     def raw(self, nbytes: int, what: str) -> bytes:
+        """The next `nbytes` bytes. what: the field, for the error."""
         if nbytes > len(self.body) - self.at:
             raise self.fault(f"{what}: {nbytes} bytes, but {len(self.body) - self.at} are left of the node")
         self.at += nbytes
@@ -94,6 +96,7 @@ class _Body:
 
     def numbers(self, count: int, what: str) -> list[int]:
         """A column of varints."""
+        # A varint takes at least one byte: a false count must not cost memory or time.
         if count > len(self.body) - self.at:
             raise self.fault(f"{count} numbers ({what}), but {len(self.body) - self.at} bytes are left of the node")
 
@@ -124,6 +127,7 @@ class _Body:
         return out
 
     def number(self, what: str) -> int:
+        """The next varint."""
         return self.numbers(1, what)[0]
 
     def files(self, base: str) -> list[tuple[str, str]]:
@@ -135,6 +139,7 @@ class _Body:
         out = list[tuple[str, str]]()
         last = b""
         for prefix, rest, own in zip(shared, rests, bases, strict=True):
+            # Each path is stored without the prefix that it shares with the one before.
             path = last[:prefix] + self.raw(rest, "a path")
             if prefix > len(last) or own > len(path) or len(path) > MOST_KEY:
                 raise self.fault("an entry of the table of files has an impossible prefix or length")
@@ -163,6 +168,7 @@ class _Body:
         last = b""
         for number, (prefix, rest) in enumerate(zip(shared, rests, strict=True)):
             key = last[:prefix] + self.raw(rest, "a key")
+            # Ascending keys are unique, and every key belongs to exactly one node.
             if prefix > len(last) or len(key) > MOST_KEY or (number and key <= last):
                 raise self.fault("the keys of a node do not ascend")
             if inner and common[number] > len(key):
@@ -172,6 +178,7 @@ class _Body:
         return out, common
 
     def end(self) -> None:
+        """Raise unless all bytes have been read."""
         if self.at != len(self.body):
             raise self.fault(f"{len(self.body) - self.at} bytes follow the last field")
 

@@ -72,9 +72,11 @@ _PARTS = {"C64": "F32", "C128": "F64"}
 
 
 class ZarrStore(Protocol):
-    """Keys and the places of their values. shown: the store, for messages."""
+    """Keys and the places of their values."""
 
-    def get(self, key: str) -> Value | None: ...
+    def get(self, key: str) -> Value | None:
+        """The place of the key's value, None if the store has no such key."""
+        ...
 
 
 class ZarrFiles:
@@ -85,6 +87,7 @@ class ZarrFiles:
         self._folder = folder
 
     def get(self, key: str) -> Value | None:
+        """The file of that name, None if there is none."""
         size = self._listing.get(self._folder + key, -1)
         return None if size < 0 else Value(self._folder + key, 0, size)
 
@@ -103,10 +106,10 @@ class ZarrLayout(NamedTuple):
     dtype: DType
     shape: tuple[int, ...]
     chunk: tuple[int, ...]
-    order: tuple[int, ...]  # of a chunk's dims, the slowest first
-    codec: str  # "" for none. separator,
-    separator: str
-    prefix: str  # of a chunk's key
+    order: tuple[int, ...]  # the dims of a chunk as stored, the slowest first
+    codec: str  # the compression, "" for none
+    separator: str  # between the indices in a chunk's key
+    prefix: str  # of a chunk's key: "c" for the default keys of zarr v3, else ""
     fill: bytes  # the bytes of an element that is not stored
     shards: _ShardedChunks | None = None
 
@@ -133,10 +136,12 @@ class Array(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The sizes of the dims."""
         return self.layout.shape
 
     @property
     def dtype(self) -> DType:
+        """The dtype of the elements."""
         return self.layout.dtype
 
     def chunks(self) -> Iterator[Chunk]:
@@ -326,20 +331,24 @@ class _Header:
             self.damaged("the header is no JSON object")
 
     def damaged(self, message: str) -> NoReturn:
+        """Raise the error for a header that violates the specification."""
         raise CorruptFile(message, code=DAMAGED, path=self.shown, key=self.name[:200], hint=_AGAIN)
 
     def refused(self, message: str, way: str = "restore it with Orbax and save it again") -> NoReturn:
+        """Raise the error for a valid header that asks for something unsupported. way: what the user can do."""
         raise InputError(
             f"{message}, which is not read", code=UNSUPPORTED, path=self.shown, key=self.name[:200], hint=way
         )
 
     def sizes(self, value: Any, what: str, least: int) -> tuple[int, ...]:
+        """A list of sizes from the header, each at least `least`. what: the field, for the error."""
         fits = isinstance(value, list) and len(value) <= MOST_DIMS
         if not fits or any(type(n) is not int or not least <= n < 1 << 48 for n in value):
             self.damaged(f"{what} is {str(value)[:80]}, want a list of sizes")
         return tuple(value)
 
     def v2(self) -> ZarrLayout:
+        """The layout that a `.zarray` header describes."""
         raw = self.raw
         if raw.get("zarr_format") != 2:
             self.damaged(f"zarr_format is {str(raw.get('zarr_format'))[:40]}, want 2")
@@ -366,18 +375,20 @@ class _Header:
         codec = ""
         if (compressor := raw.get("compressor")) is not None:
             name = compressor.get("id") if isinstance(compressor, dict) else compressor
-            codec = "gzip" if name == "zlib" else self.codec(name)
+            codec = "gzip" if name == "zlib" else self.codec(name)  # one decoder reads both headers
 
         return self.checked(
             ZarrLayout(dtype, shape, chunk, order, codec, separator, "", self.fill(raw.get("fill_value"), dtype))
         )
 
     def codec(self, name: Any) -> str:
+        """The name of a compression, if it is one that is read."""
         if name not in CODECS:
             self.refused(f"the compression {str(name)[:80]!r}")
         return str(name)
 
     def v3(self) -> ZarrLayout:
+        """The layout that a `zarr.json` header describes."""
         raw = self.raw
         if raw.get("zarr_format") != 3 or raw.get("node_type", "array") != "array":
             self.damaged("it is no header of a zarr array of version 3")
@@ -436,6 +447,7 @@ class _Header:
         return order, codec, shards
 
     def permutation(self, value: Any, rank: int) -> tuple[int, ...]:
+        """The order of `rank` dims: a list that contains each dim once, or "C" or "F"."""
         if value in ("C", "F"):
             return tuple(range(rank)) if value == "C" else tuple(range(rank))[::-1]
         if not isinstance(value, list) or any(type(n) is not int for n in value) or sorted(value) != [*range(rank)]:
@@ -443,6 +455,7 @@ class _Header:
         return tuple(value)
 
     def sharded(self, config: Mapping[str, Any], chunk: tuple[int, ...]) -> tuple[tuple[int, ...], str, _ShardedChunks]:
+        """(order, compression, shards) of the inner chunks, from the configuration of `sharding_indexed`."""
         shape = self.sizes(config.get("chunk_shape"), "the chunk_shape of a shard", 1)
         if len(shape) != len(chunk) or any(whole % part for whole, part in zip(chunk, shape, strict=True)):
             self.damaged(f"shards of {list(chunk)} are no whole number of chunks of {list(shape)}")
@@ -462,9 +475,11 @@ class _Header:
         return order, codec, _ShardedChunks(shape, where == "start", len(names) == 2)
 
     def checked(self, layout: ZarrLayout) -> ZarrLayout:
+        """The layout, if its dims agree and its sizes are within limits."""
         if len(layout.shape) != len(layout.chunk):
             self.damaged(f"a shape {list(layout.shape)} in chunks of {list(layout.chunk)}")
         inner = layout.shards.shape if layout.shards else layout.chunk
+        # Bounds the memory: a damaged header must not make us list 10^15 chunks.
         cells = prod(ceil_div(extent, step) for extent, step in zip(layout.shape, inner, strict=True))
         if cells > MOST_CHUNKS or prod(layout.shape) >= 1 << 56 or prod(layout.chunk) >= 1 << 48:
             self.damaged(f"{cells} chunks of {list(inner)} for a shape {list(layout.shape)}")

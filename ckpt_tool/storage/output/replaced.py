@@ -63,6 +63,7 @@ class ReplacedOutput(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """The bytes of all files."""
         return sum(seen.size for seen in self.files.values())
 
     def document(self) -> dict[str, Any]:
@@ -164,6 +165,7 @@ def _list_folder(folder: Path, prefix: str, found: dict[str, Stamp]) -> None:
             continue
         before = len(found)
         _list_folder(folder / entry.name, path + "/", found)
+        # An empty folder is an entry of its own; others are implied by their files.
         if len(found) == before:
             found[path + "/"] = Stamp.of(info)
 

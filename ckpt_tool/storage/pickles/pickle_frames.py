@@ -87,6 +87,7 @@ class _Framed(PickleWriter):
         self._start_shift = self.shift
 
     def save(self, value: Any) -> None:
+        """Write a value, and close the frame before it if that is full."""
         if len(self.out) + self.shift - self._start - self._start_shift >= FRAME:
             self.close_frame()
         method = _METHODS.get(type(value))
@@ -139,6 +140,7 @@ class _Framed(PickleWriter):
     # -- values -------------------------------------------------------------------------------------------------------
 
     def text(self, value: str) -> None:
+        """A str, from the memo if it was written before; an `Anew` is always written."""
         if type(value) is str and self._recalled(value):
             return
         raw = value.encode("utf-8", "surrogatepass")
@@ -147,6 +149,7 @@ class _Framed(PickleWriter):
         self._remember(value if type(value) is str else None)
 
     def raw(self, value: bytes) -> None:
+        """A byte string, from the memo if it was written before."""
         if self._recalled(value):
             return
         self._string(self._length(len(value)), value)
@@ -160,6 +163,7 @@ class _Framed(PickleWriter):
         return head
 
     def tuple_of(self, value: tuple[Any, ...]) -> None:
+        """A tuple. The empty one is not put into the memo."""
         if not value:
             self.out += b")"
             return
@@ -171,6 +175,7 @@ class _Framed(PickleWriter):
         self._remember()
 
     def list_of(self, value: Any) -> None:
+        """A list; a single item with APPEND, others in batches with APPENDS."""
         self.out += b"]"
         self._remember()
         items = list(value)
@@ -205,6 +210,7 @@ class _Framed(PickleWriter):
     # -- names and arrays ---------------------------------------------------------------------------------------------
 
     def named(self, full: str) -> None:
+        """A global `module.name`, with STACK_GLOBAL."""
         if self._recalled((full,)):
             return
         module, _, name = full.rpartition(".")
@@ -222,18 +228,20 @@ class _Framed(PickleWriter):
         self.out += b"b"
 
     def array(self, value: NumpyArray) -> None:
+        """A NumPy array, as `ndarray.__reduce__` gives it to pickle."""
         data = b"" if isinstance(value.data, StorageSpan) and not value.data.nbytes else value.data
         state = (1, value.shape, _NumpyDtype(value.dtype), value.fortran, data)
         self._reduce("numpy.core.multiarray._reconstruct", (_Global("numpy.ndarray"), (0,), b"b"), state)
 
     def pair(self, value: FramePair) -> None:
+        """A `FramePair`, as a call of `builtins.tuple`."""
         self.save(_Global("builtins.tuple"))
         self.save((tuple(value),))
         self.out += b"R"
         self._remember()
 
     def hole(self, value: StorageSpan) -> None:
-        """An array's bytes, which come later."""
+        """The bytes of an array, left as a hole that is filled when the values are moved."""
         self._string(self._length(value.nbytes), value)
         self._remember()
 

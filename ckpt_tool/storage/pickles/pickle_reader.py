@@ -77,7 +77,7 @@ __all__ = [
     "weight_bearing",
 ]
 
-OPCODE_LIMIT = 10_000_000  # of one pickle
+OPCODE_LIMIT = 10_000_000  # opcodes of one pickle: bounds the time that a malicious one can take
 METADATA_OPCODES = 200_000_000  # for `.metadata` of large DCP and Paddle saves: about 80 opcodes a chunk
 DEPTH_LIMIT = 200  # of nested values
 _WINDOW = 1 << 20  # bytes read at a time by load_file
@@ -126,8 +126,8 @@ def load_file(
     """Read one pickle from bytes [start, start + nbytes) of a file without reading its large byte strings.
 
     A byte string of `span_from` bytes or more becomes `StorageSpan(offset in the file, nbytes)` and is never read (a
-    window
-    of up to 1 MiB may touch its ends), so that a `.pdparams` of many GB costs a few KiB a tensor; 0 reads them all.
+    window of up to 1 MiB may touch its ends), so that a `.pdparams` of many GB costs a few KiB a tensor; 0 reads them
+    all.
     places: shorter ones keep their position, so that the data of every NumPy array is a Span.
     rows: what takes rows as columns; a pickle too odd for it raises Irregular.
     path: relative to the tree. Raises as `load` does.

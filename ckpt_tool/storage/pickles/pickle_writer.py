@@ -178,9 +178,11 @@ class PickleWriter:
     # -- plain values -------------------------------------------------------------------------------------------------
 
     def none(self, value: None) -> None:
+        """None."""
         self.out += b"N"
 
     def boolean(self, value: bool) -> None:
+        """True or False."""
         self.out += b"\x88" if value else b"\x89"
 
     def integer(self, value: int) -> None:
@@ -198,6 +200,7 @@ class PickleWriter:
             self.out += b"\x8a" + bytes([len(raw)]) + raw
 
     def real(self, value: float) -> None:
+        """A float, as eight big-endian bytes."""
         self.out += b"G" + struct.pack(">d", value)
 
     def text(self, value: str) -> None:
@@ -238,6 +241,7 @@ class PickleWriter:
     # -- containers ---------------------------------------------------------------------------------------------------
 
     def tuple_of(self, value: tuple[Any, ...]) -> None:
+        """A tuple; up to three items have opcodes without a mark."""
         if len(value) > 3:
             self.out += b"("
         for item in value:
@@ -256,6 +260,7 @@ class PickleWriter:
             self.out += b"e"
 
     def dict_of(self, value: dict[Any, Any]) -> None:
+        """A dict, in its own order."""
         self.out += b"}"
         self._remember()
         self._items(value)
@@ -281,6 +286,7 @@ class PickleWriter:
             self.out += b"b"
 
     def set_of(self, value: set[Any] | frozenset[Any]) -> None:
+        """A set or frozenset, sorted by `repr` so that equal sets give equal bytes."""
         self.named("builtins.set" if isinstance(value, set) else "builtins.frozenset")
         self.list_of(sorted(value, key=repr))
         self.out += b"\x85R"
@@ -292,6 +298,7 @@ class PickleWriter:
         if self._recalled((full,)):
             return
         module, _, name = full.rpartition(".")
+        # The name of the module in Python 2, which protocol 2 is written for.
         if self.protocol < 3 and module == "builtins":
             module = "__builtin__"
         self.out += b"c" + f"{module}\n{name}\n".encode("ascii")
@@ -303,6 +310,7 @@ class PickleWriter:
         self.out += b"R"
 
     def size(self, value: TorchSize) -> None:
+        """A `torch.Size`."""
         self._call("torch.Size", (tuple(value),))
 
     def symbol(self, value: Symbol) -> None:

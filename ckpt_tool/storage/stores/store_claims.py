@@ -85,7 +85,7 @@ class StoreClaims:
         self._sizes = sizes
         self._claims = mine is None
         self._me = journal.name_of(writer)
-        self._token = token_hex(8)  # tells processes apart: two may run the same part
+        self._token = token_hex(8)  # differs between processes, of which two may run the same part
         self._random = random.Random(f"{self._me} {self._token}")
         self._view = _View(0.0, True, {}, set(), set())
         self._own = set[int]()  # shares that this worker has claimed

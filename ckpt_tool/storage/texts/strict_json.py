@@ -13,7 +13,7 @@ most 4,300 digits; `-0` is a float.
     {'a': [1, 2]}
     >>> parse(b'{"a": 1, "a": 1}', path="x.json")
     Traceback (most recent call last):
-    ckpt_tool.errors.CorruptFile: duplicate key: 'a' stands twice in one object, at bytes 1 and 9
+    ckpt_tool.errors.CorruptFile: duplicate key: 'a' appears twice in one object, at bytes 1 and 9
 
 Cost: the C scanner's (10 ns a byte) for valid input; about 1 us a token in the exact parser, which allocates no more
 than the values it has accepted so far. Does not read files and knows no schema.

@@ -139,12 +139,14 @@ def _end(archive: ZipArchive, tail: int) -> tuple[int, int, int]:
 
     piece = archive.read_end(tail)
     signature, disk, first, here, count, size, offset, comment = END.unpack_from(piece, len(piece) - END.size)
+    # A comment could hide a second end record, which another reader would prefer.
     if signature != b"PK\x05\x06" or comment:
         raise _no_end(archive)
     if disk or first or here != count:
         raise archive.corrupt("the zip is split over several disks", "E0342", length - END.size)
 
     stop = length - END.size
+    # 42 bytes: the zip64 locator (20) and the end record (22).
     if length >= TAIL and piece[-42:-38] == b"PK\x06\x07":
         stop, (count, size, offset) = length - TAIL, _end64(archive, piece, count, size, offset)
     elif count == 0xFFFF or 0xFFFFFFFF in (size, offset):
@@ -160,6 +162,7 @@ def _end(archive: ZipArchive, tail: int) -> tuple[int, int, int]:
             hint="the file is cut short or damaged: compare its size with the source",
         )
 
+    # Bytes before the zip or after the directory could be a second file to another reader.
     if offset + size < stop:
         raise archive.unsafe(
             f"{stop - offset - size} bytes precede the zip or follow its directory",
@@ -219,6 +222,7 @@ def _other(head: bytes) -> tuple[str, str] | None:
         return "an empty file", "fetch or save it again"
     if head.startswith(b"PK"):
         return None
+    # A safetensors header: its length as u64, then JSON.
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 27:
         return "a safetensors file", "give it the ending .safetensors"
 
