@@ -69,6 +69,7 @@ class _PatternNode:
     order: tuple[int, ...] = ()  # the items' places in a sum, from 0; () as they are written
 
     def size(self, sizes: Sizes) -> int:
+        """The number of elements, by the sizes of the axes."""
         if self.kind == "axis":
             return size_of(self.name, sizes)
         extents = [item.size(sizes) for item in self.items]
@@ -223,10 +224,12 @@ class _Parser:
         self.tokens.append(("", end))
 
     def fault(self, message: str) -> UsageError:
+        """The error E0220 at the current token."""
         place = f"column {self.tokens[self.at][1] + 1}"
         return UsageError(f"{message}, in the pattern `{self.text.strip()}`", code="E0220", place=place)
 
     def peek(self) -> str:
+        """The current token, which is not consumed."""
         return self.tokens[self.at][0]
 
     def sequence(self, depth: int) -> tuple[_PatternNode, ...]:

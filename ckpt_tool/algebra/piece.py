@@ -53,6 +53,7 @@ class Piece(NamedTuple):
 
     @property
     def numel(self) -> int:
+        """Number of elements of the piece."""
         return prod(self.ext)
 
     def span(self, side: SideName) -> tuple[int, int]:

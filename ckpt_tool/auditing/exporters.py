@@ -37,6 +37,7 @@ class Report(NamedTuple):
 
     @property
     def link(self) -> tuple[str, str]:
+        """The report's name and its URL."""
         return self.name, _GITHUB + self.path
 
 

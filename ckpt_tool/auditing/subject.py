@@ -54,10 +54,12 @@ class Subject(NamedTuple):
 
     @property
     def config(self) -> Config:
+        """The model's config, empty if there is none."""
         return self.model.config or {}
 
     @property
     def shapes(self) -> dict[str, Shape]:
+        """The shapes of all tensors by name."""
         return {name: kind.shape for name, kind in self.kinds.items()}
 
     @property

@@ -284,9 +284,11 @@ class BlocksShelf(Shelf[CompiledLibrary]):
     least = LEAST
 
     def load(self, library: ctypes.CDLL, path: str) -> CompiledLibrary:
+        """The functions of a loaded library, in the variant for this processor."""
         return CompiledLibrary(library, path)
 
     def trial(self, functions: CompiledLibrary) -> str:
+        """The functions that differ from NumPy's in a trial run, in words; "" if none do."""
         wrong = _trial(functions)
         return f"{wrong} differ from NumPy's" if wrong else ""
 

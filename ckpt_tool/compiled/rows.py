@@ -153,6 +153,7 @@ class RowsShelf(Shelf[Calls]):
     """The functions of rows.c; who asks has enough to do (`pickles.pickle_rows.LEAST`)."""
 
     def load(self, library: ctypes.CDLL, path: str) -> Calls:
+        """The functions of a loaded library."""
         return Calls(library)  # one for all paths
 
     def trial(self, functions: Calls) -> str:

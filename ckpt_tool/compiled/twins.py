@@ -77,6 +77,7 @@ class TwinsShelf(Shelf[Compare]):
     """The function of twins.c; who asks has enough to do (`formats.dcp_container.dcp_items.MANY`)."""
 
     def load(self, library: ctypes.CDLL, path: str) -> Compare:
+        """The function of a loaded library."""
         return compare_of(library)  # one for all paths
 
     def trial(self, functions: Compare) -> str:

@@ -71,9 +71,11 @@ class Values(NamedTuple):
 
     @property
     def wide(self) -> Floats:
+        """The values as fp32."""
         return self.line.astype(np.float32)
 
     def part(self, start: int, stop: int) -> Values:
+        """The values [start, stop)."""
         return Values(self.line[start:stop], self.dtype)
 
 

@@ -125,10 +125,12 @@ class _QuantisedPart(ExactRecipe):
 
     @property
     def dtype(self) -> DType:
+        """The dtype of the tensor that is computed."""
         return self.as_dtype
 
     @property
     def memory(self) -> int:
+        """Bytes that a thread needs, see the module."""
         return 48 * _TILE + (2 * _PANEL if self.scheme.codes == TURNED else _BAND)
 
     @cached_property
@@ -138,6 +140,7 @@ class _QuantisedPart(ExactRecipe):
 
     @cached_property
     def columns(self) -> int:
+        """Columns of the matrix as the scheme encodes it."""
         return self.matrix[-1]
 
     @cached_property
@@ -274,6 +277,7 @@ class Scales(_QuantisedPart):
     """The scales of all blocks."""
 
     def line(self, read: Read, offset: int, nbytes: int) -> memoryview:
+        """As `ExactRecipe.line`: scales, from the largest magnitudes of their blocks."""
         item = self.as_dtype.bits // 8
         first = offset // item
         last = ceil_div(offset + nbytes, item)
@@ -308,6 +312,7 @@ class Codes(_QuantisedPart):
     figures: Figures  # where the errors are noted
 
     def line(self, read: Read, offset: int, nbytes: int) -> memoryview:
+        """As `ExactRecipe.line`: codes, packed as the scheme stores them."""
         # Several codes share an item (eight in an I32), so a range is widened to whole items and cut again.
         per_byte = 8 // self.scheme.bits
         codes_per_item = per_byte * (self.as_dtype.bits // 8)
@@ -318,6 +323,7 @@ class Codes(_QuantisedPart):
         return pack_codes(codes, self.scheme)[offset - start // per_byte :][:nbytes].data
 
     def fill(self, read: Read, offset: int, out: memoryview) -> None:
+        """As `Recipe.fill`; codes of eight bits are written without a copy."""
         if self.scheme.bits == 8:
             self._encode(read, offset, np.frombuffer(out, np.uint8))
         else:
@@ -411,6 +417,7 @@ class Numbers(_QuantisedPart):
     """What is stored about a whole weight: its shape where codes are packed, or the factor of its scales."""
 
     def line(self, read: Read, offset: int, nbytes: int) -> memoryview:
+        """As `ExactRecipe.line`: the numbers, little-endian."""
         factor = self.find_global_scale(read)
         numbers = self.inputs[0].tensor.shape if factor is None else factor
         stored = np.array(numbers, numpy_type(self.as_dtype)).view(np.uint8)

@@ -53,6 +53,7 @@ class _ExactRectangles(ExactRecipe):
     order: str
 
     def line(self, read: Read, offset: int, nbytes: int) -> memoryview:
+        """As `ExactRecipe.line`, rectangle by rectangle."""
         item = self.dtype.bits // 8
         start = offset // item
         stop = ceil_div(offset + nbytes, item)
@@ -79,6 +80,7 @@ class Packed(_ExactRectangles):
 
     @property
     def dtype(self) -> DType:
+        """Words of 32 bits."""
         return DTYPES["I32"]
 
     def _make_rectangle(self, read: Read, rectangle: Rectangle) -> Array:
@@ -97,6 +99,7 @@ class ZeroPoints(_ExactRectangles):
 
     @property
     def dtype(self) -> DType:
+        """Words of 32 bits."""
         return DTYPES["I32"]
 
     def _make_rectangle(self, read: Read, rectangle: Rectangle) -> Array:
@@ -115,6 +118,7 @@ class RepackedScales(_ExactRectangles):
 
     @property
     def dtype(self) -> DType:
+        """The dtype of the scales, which stays as it is."""
         return self.inputs[0].tensor.dtype
 
     def _make_rectangle(self, read: Read, rectangle: Rectangle) -> Array:
@@ -158,9 +162,11 @@ class Shape(ExactRecipe):
 
     @property
     def dtype(self) -> DType:
+        """compressed-tensors stores shapes as I64."""
         return DTYPES["I64"]
 
     def line(self, read: Read, offset: int, nbytes: int) -> memoryview:
+        """As `ExactRecipe.line`: the two numbers."""
         return np.array(self.stated, "<i8").view(np.uint8)[offset : offset + nbytes].data
 
 

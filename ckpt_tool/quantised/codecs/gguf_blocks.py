@@ -56,17 +56,20 @@ class FloatsOfBlocks(Recipe):
     """The floats that the blocks of its one input encode."""
 
     def values(self, read: Read, start: int, stop: int) -> Floats:
+        """As `Recipe.values`, block by block."""
         out = np.empty(stop - start, np.float32)
         self._make(read, start, out)
         return out
 
     def fill(self, read: Read, offset: int, out: memoryview) -> None:
+        """As `Recipe.fill`, without a copy if the range consists of complete floats."""
         if offset % 4 or len(out) % 4:
             super().fill(read, offset, out)
         else:
             self._make(read, offset // 4, np.frombuffer(out, np.float32))
 
     def compute_rounded(self, read: Read, lend: Lend, start: int, stop: int, out: tuple[Array, str]) -> bool:
+        """As `Recipe.compute_rounded`, in compiled code; False if that does not know the types."""
         dtype = self.inputs[0].tensor.dtype
         target = out[0]
         kind = kind_of(dtype)
@@ -104,6 +107,7 @@ class FloatsOfBlocks(Recipe):
 
     @property
     def memory(self) -> int:
+        """Bytes that the gguf package needs while it decodes a tile."""
         return 40 * _TILE
 
 
@@ -115,13 +119,16 @@ class BlocksOfFloats(ExactRecipe):
 
     @property
     def dtype(self) -> DType:
+        """The dtype of the blocks."""
         return self.as_dtype
 
     @property
     def memory(self) -> int:
+        """Bytes that the gguf package needs while it encodes a tile."""
         return 40 * _TILE
 
     def line(self, read: Read, offset: int, nbytes: int) -> memoryview:
+        """As `ExactRecipe.line`: complete blocks are encoded, and the range is cut out of them."""
         kind = kind_of(self.as_dtype)
         low = offset // kind.nbytes
         high = ceil_div(offset + nbytes, kind.nbytes)
@@ -130,6 +137,7 @@ class BlocksOfFloats(ExactRecipe):
         return blocks[offset - low * kind.nbytes :][:nbytes]
 
     def fill(self, read: Read, offset: int, out: memoryview) -> None:
+        """As `Recipe.fill`, without a copy if the range consists of complete blocks."""
         kind = kind_of(self.as_dtype)
         if offset % kind.nbytes or len(out) % kind.nbytes:
             super().fill(read, offset, out)

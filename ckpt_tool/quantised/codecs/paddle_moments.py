@@ -132,6 +132,7 @@ class Moment(Recipe):
     """A moment of an optimizer. Inputs: the codes, then their scales: one, or (minima, maxima)."""
 
     def values(self, read: Read, start: int, stop: int) -> Floats:
+        """As `Recipe.values`, rectangle by rectangle."""
         columns = self.shape[-1] if self.shape else 1
         return compute_line(lambda rectangle: self._decode(read, rectangle), start, stop, columns)
 
