@@ -67,7 +67,7 @@ ETP = "etp"
 
 
 class MegatronRule(NamedTuple):
-    """How ranks share a parameter."""
+    """How ranks share a parameter: which dim is cut, in which sections, between which ranks."""
 
     dim: int | None  # the dim that ranks share, None: each keeps a copy
     parts: tuple[int, ...] = (1,)  # the proportions of the sections along `dim`, each cut on its own
@@ -280,7 +280,7 @@ def _recurrent_rule(
         return MegatronRule(1 if leaf == "weight" and rank > 1 else None, known=leaf in ("weight", "bias"))
     sectioned_part = _sectioned_part(words)
 
-    # Kimi's query, key and value are of one length; those of others depend on the model.
+    # Kimi's query, key and value have the same length; those of others depend on the model.
     if kind == KIMI and sectioned_part:
         return MegatronRule(0, (1, 1, 1))
     part_sizes = sections.get(f"{kind}.{sectioned_part}")

@@ -116,7 +116,7 @@ def is_buffer(name: str) -> bool:
 
 
 def gemma4_layer(every: Iterable[str]) -> str:
-    """Return `GEMMA4_DENSE` or `GEMMA4_SPARSE` if the names are of Megatron-Bridge's Gemma 4, "" otherwise.
+    """Return `GEMMA4_DENSE` or `GEMMA4_SPARSE` if the layers are Megatron-Bridge's Gemma 4, "" otherwise.
 
     >>> gemma4_layer(["decoder.layers.0.layer_scalar", "decoder.layers.0.post_ffn_layernorm.weight"])
     'post_ffn_layernorm.weight'
@@ -152,8 +152,9 @@ def is_foreign(name: str) -> bool:
 
 
 def canonical(name: str) -> str:
-    """The name with norms, MTP's inner layer and Mamba's convolution under the alias that logical names use. Numbers
-    stay as they are.
+    """Return the name with norms, MTP's inner layer and Mamba's convolution spelled as in logical names.
+
+    The numbers of layers and experts stay as they are.
 
     >>> canonical("decoder.layers.3.self_attention.linear_qkv.layer_norm_weight")
     'decoder.layers.3.input_layernorm.weight'
@@ -169,8 +170,7 @@ def canonical(name: str) -> str:
 
 
 def mtp_inner(name: str, inner: str) -> str:
-    """The name with MTP's inner layer under the word `inner`. A hybrid model's is a stack of layers, which has borne
-    one name only."""
+    """Return the name with MTP's inner layer called `inner`; a hybrid model's, a stack of layers, has only one name."""
     if ".transformer_layer." not in name or not _MTP.match(name):
         return name
     stack = ".transformer_layer.layers." in name
@@ -303,8 +303,8 @@ def in_container(name: ExpertName, container: str) -> str:
 # Modules in the order in which Megatron's classes register them (see Sources); a word has one place for all classes.
 _FIRST = (
     "embedding word_embeddings position_embeddings tokentype_embeddings encoder decoder layers "
-    # embeddings of n-grams; a layer of Mamba, whose norm stands behind it and its own before out_proj; a gated delta
-    # net; falcon_h1's layer
+    # embeddings of n-grams; a layer of Mamba, whose norm comes after it and the mixer's own norm before out_proj; a
+    # gated delta net; falcon_h1's layer
     "ple_embedding key_proj value_proj norm_key norm_query norm_conv "
     "input_layernorm mixer in_proj conv1d linear_wkv linear_wgate norm out_norm out_proj in_proj_qkvz in_proj_ba "
     "mamba_mixer self_attention pre_cross_attn_layernorm cross_attention pre_mlp_layernorm mlp experts_mlp "

@@ -31,7 +31,7 @@ parameter here.
 
 Writing (`deepspeed.universal.target`): dict form, `step.pt`, one `mp_rank_00_model_states.pt`, and what stage 3 asks
 for, so that ZeRO 1, 2, 3 and pipelines of any size resume with `load_universal_checkpoint`. What DeepSpeed has no key
-for lies beside, under `ckpt` in `optimizer_state.pt` (`deepspeed.universal.record`).
+for is stored under `ckpt` in `optimizer_state.pt` (`deepspeed.universal.record`).
 
 Cost: a small pickle for each parameter and state: about 0.3 ms each. What it does not do: cut for tensor parallel
 ranks.
@@ -69,8 +69,10 @@ class _Universal:
     )
 
     def detect(self, tree: Tree) -> Evidence | None:
-        """By file names alone: folders below `zero/` with an `fp32.pt`. The module's files beside them are part of it,
-        the optimizer's partitions are not."""
+        """Recognise the folder by file names alone: folders below `zero/` with an `fp32.pt`.
+
+        The module files next to `zero/` are part of the checkpoint, the optimizer's partitions are not.
+        """
         if tree.single is not None:
             return None
         found = sum(path.startswith(ZERO) and path.endswith("/fp32.pt") for path in tree.listing())

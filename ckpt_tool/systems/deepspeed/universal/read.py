@@ -217,7 +217,7 @@ class UniversalReader:
         return file
 
     def _check_one_save(self, first: ModuleFile, others: Sequence[ModuleFile], *, alike: bool = False) -> None:
-        """Raise InconsistentCheckpoint E0359 if module files are of different steps.
+        """Raise InconsistentCheckpoint E0359 if module files belong to different steps.
 
         alike: whether the files must list the same parameters, too.
         """

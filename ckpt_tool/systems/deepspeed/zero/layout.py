@@ -1,8 +1,8 @@
 """Decides what is written: which tensors the ZeRO stage keeps, the degrees, the groups of every stage, the job.
 
-Every question that has an answer without looking at a file's bytes is answered here, once, and refused here;
-`deepspeed.zero.write` only writes down what the job's ranks hold. First `fit`, before anything is laid out: the stages
-store the same training state with different tensors, and every difference is exact and reported:
+Every decision that does not depend on a file's bytes is made here, once, and every impossible request is refused here;
+`deepspeed.zero.write` only plans the files of the job's ranks. First comes `fit`, before any layout: the stages store
+the same training state with different tensors, and every difference is exact and reported:
 
     stage 3       no 16-bit weights: those of parameters with an fp32 weight are left out (DeepSpeed rounds them again)
     from stage 3  the 16-bit weights are the rounding of `master` to the module's dtype, as DeepSpeed makes them on
@@ -10,9 +10,10 @@ store the same training state with different tensors, and every difference is ex
     stage 1-3     `step` is one number a group: tensors of one step a parameter are folded, and compared while they are
                   read
     stage 1-3     fp32 weights without a `master` are their own master
-    stage 0       the optimizer as torch keeps it
+    stage 0       the optimizer as torch stores it
 
-Without `--zero` the stage is the source's; a source that says none: 1 with fp32 master weights, else 0. Then `settle`:
+Without `--zero` the stage is the source's; if the source states none, 1 with fp32 master weights, else 0. Then
+`settle`:
 a group of experts gets options of its own (`name: ep_size_N`, `moe: True`), pipeline stages their parameters.
 
 Codes: E0286 states that no stage holds, E0287 degrees, E0288 pipeline stages. Source: DeepSpeed 0.19.8
@@ -53,17 +54,17 @@ Rows = list[tuple[int, LogicalTensor]]
 
 
 def _misfit_error(what: str, hint: str, key: str = "", faults: Sequence[str] = ()) -> UsageError:
-    """The error for states that no stage holds."""
+    """Return the error for states that no ZeRO stage can hold."""
     return UsageError(what, code=UNFIT, key=key, hint=hint, faults=faults)
 
 
 def _unequal_experts_error(expert: str, what: str) -> UsageError:
-    """The error for experts that differ: `param_shapes` lists the experts of one expert rank, for all ranks."""
+    """Return the error for experts that differ: `param_shapes` lists one expert rank's experts, for all ranks."""
     return _misfit_error(f"the experts of a layer are not alike: {expert} {what}", "write another format", expert)
 
 
 def stage_of(states: Sequence[str], described: Described | None, wished: int | None) -> int:
-    """The ZeRO stage to write. Raises UsageError E0286 for `--zero 0` where there are fp32 master weights."""
+    """Return the ZeRO stage to write. Raises UsageError E0286 for `--zero 0` if there are fp32 master weights."""
     has_master = MASTER in states
     trains = any(state not in _NO_OPTIMIZER for state in states)
     wrapped = described is not None and described.zero_stage == 0  # DeepSpeed's 16-bit wrapper keeps masters
@@ -79,7 +80,10 @@ def stage_of(states: Sequence[str], described: Described | None, wished: int | N
 
 
 def _check_shapes(tensors: Sequence[LogicalTensor]) -> None:
-    """Raise UsageError E0286 for factors (Adafactor's): the reader knows parameters by the shape of their states."""
+    """Raise UsageError E0286 for states in another shape than their parameter's, such as Adafactor's factors.
+
+    Without ZeRO a reader recognises a parameter by the shape of its states.
+    """
     shapes = {tensor.key.name: tensor.shape for tensor in tensors if tensor.key.state == MODEL}
     misshaped = []
     for tensor in tensors:
@@ -94,7 +98,9 @@ def _check_shapes(tensors: Sequence[LogicalTensor]) -> None:
 
 
 def fit(tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], wish: LayoutWish) -> Fitted:
-    """The tensors that the stage keeps. Raises UsageError E0286 where the optimizer's states can't be kept exactly."""
+    """Return the tensors that the ZeRO stage has. Raises UsageError E0286 if it can't hold the optimizer's states
+    exactly.
+    """
     described = Described.from_extras(extras)
     states = list(dict.fromkeys(tensor.key.state for tensor in tensors))
     stage = stage_of(states, described, wish.zero)
@@ -127,7 +133,7 @@ class _Fitting:
         self.dropped: list[dict[str, Any]] = []  # entries of the report
 
     def rows_by_name(self, state: str) -> dict[str, tuple[int, LogicalTensor]]:
-        """Name -> row of a state's tensors."""
+        """Return {name: row} of a state's tensors."""
         return {row.key.name: (i, row) for i, row in self.rows if row.key.state == state}
 
     def report(self, state: str, reason: str, dropped: Sequence[LogicalTensor] = ()) -> None:
@@ -136,7 +142,7 @@ class _Fitting:
         self.dropped.append({"state": state, "tensors": len(dropped), "bytes": nbytes, "reason": reason})
 
     def trained_names(self) -> set[str]:
-        """Parameters with an fp32 weight, and their other names."""
+        """Return the names of the parameters with an fp32 weight, and their aliases."""
         masters = self.rows_by_name(MASTER)
         return {*masters, *(alias for alias, kept in self.described.shared.items() if kept in masters)}
 
@@ -221,8 +227,10 @@ class _Fitting:
         self.rows = model_rows + [row for row in self.rows if row[1].key.state != MODEL]
 
     def fold_steps(self) -> None:
-        """Fold the `step` tensors of a group into one, whose replicas are the others: they are compared when they are
-        read."""
+        """Replace the `step` tensors of a group by one tensor with the others as its replicas.
+
+        Replicas are compared when they are read, so differing steps are an error then.
+        """
         steps = self.rows_by_name(STEP)
         if not steps:
             return
@@ -254,7 +262,7 @@ class _Fitting:
 
 
 def _configured_dtype(extras: Mapping[str, Any]) -> str:
-    """The module's dtype as the configuration has it, "" where there is none."""
+    """Return the module's dtype that `ds_config` states, "" if there is no configuration."""
     config = extras.get("ds_config")
     if not isinstance(config, Mapping):
         return ""
@@ -270,7 +278,7 @@ def _configured_dtype(extras: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ZeroLayout:
-    """What is written: every decision before the first byte."""
+    """All decisions about a new checkpoint, made before its files are planned."""
 
     wanted: Wanted
     described: Described
@@ -283,26 +291,28 @@ class ZeroLayout:
     states: Sequence[str]  # the optimizer's, in order
     extras: dict[str, Any]
     notes: list[str]
-    moved: bool  # other degrees than the source's?
+    moved: bool  # the degrees differ from the source's
     stages: Sequence[Sequence[ZeroGroup]] = ()  # the groups of every pipeline stage
     job: ZeroJob | None = None  # of ZeRO 1 to 3
 
     @property
     def plain_bf16(self) -> bool:
-        """BF16_Optimizer: bf16 with fp32 accumulation at stage 1 (DeepSpeed's engine decides by the same)."""
+        """Whether the optimizer is a BF16_Optimizer: bf16 with fp32 accumulation at stage 1, as DeepSpeed's engine
+        decides.
+        """
         fp32 = self.config.fp32_accumulation and self.described.dtype == "BF16"
         return self.stage == 1 and (self.described.plain_bf16 or fp32)
 
     def row(self, name: str, state: str) -> int | None:
-        """The number of a wanted tensor, None where there is none."""
+        """Return the number of a wanted tensor, None if there is no such tensor."""
         return self.rows.get(TensorKey(name, state))
 
     def shape(self, name: str) -> Shape:
-        """The shape of a parameter's fp32 weight."""
+        """Return the shape of a parameter's fp32 weight."""
         return self.wanted.tensors[self.rows[TensorKey(name, MASTER)]].shape
 
     def flat_groups(self, groups: Sequence[ZeroGroup]) -> Iterator[FlatGroup]:
-        """A pipeline stage's groups as flat tensors store them."""
+        """Yield the flat groups of a pipeline stage's parameter groups."""
         itemsize = 0  # of the module's dtype where parameters are aligned
         if self.described.aligned and not self.plain_bf16:
             dtype = DTYPES.get(self.described.dtype)
@@ -328,7 +338,10 @@ class ZeroLayout:
 
 
 def settle(wanted: Wanted) -> ZeroLayout:
-    """Degrees, stage, groups and job, checked."""
+    """Return all decisions about the new checkpoint: degrees, stage, groups and job.
+
+    Raises UsageError: E0286 states that no stage holds, E0287 degrees, E0288 pipeline stages.
+    """
     degrees = _check_degrees(wanted.wish.degrees)
     described = Described.from_extras(wanted.extras)
     present = list(dict.fromkeys(tensor.key.state for tensor in wanted.tensors))
@@ -374,7 +387,7 @@ def settle(wanted: Wanted) -> ZeroLayout:
 
 
 def _note_unknowns(groups: Sequence[ZeroGroup], described: Described, stage: int, notes: list[str]) -> None:
-    """Add notes on what the source does not say of its groups and layers."""
+    """Add notes on parameters without a group, and on tied layers whose position the source does not state."""
     unlisted = [name for group in groups if not group.listed for name in group.names]
     if stage and unlisted:
         bare = ", without options (lr, betas): the optimizer can't step before it is given some"
@@ -399,20 +412,20 @@ def _check_degrees(wished: Degrees) -> dict[str, int]:
 
 
 def _complete_record(described: Described, wanted: Wanted) -> Described:
-    """The record with the dtype and the file prefix, which a format in between may have lost."""
+    """Return the record with a dtype and a file prefix, which another format may have lost."""
     dtype = described.dtype or _common_dtype(wanted)
     prefix = described.prefix or ("bf16_" if dtype == "BF16" else "")
     return replace(described, dtype=dtype, prefix=prefix)
 
 
 def _common_dtype(wanted: Wanted) -> str:
-    """What most of the model's tensors have."""
+    """Return the dtype that most of the model's tensors have."""
     kinds = [tensor.dtype.name for tensor in wanted.tensors if tensor.key.state == MODEL and tensor.dtype.is_float]
     return max(kinds, key=kinds.count, default="F32")
 
 
 def _describe_foreign(wanted: Wanted, stage: int, notes: list[str]) -> Described:
-    """The record for a source of another system: all from the tensors themselves."""
+    """Return a record for a source of another system, made from the tensors."""
     model = [tensor.key.name for tensor in wanted.tensors if tensor.key.state == MODEL]
     masters = {tensor.key.name for tensor in wanted.tensors if tensor.key.state == MASTER}
     buffers = [name for name in model if name not in masters] if stage else []
@@ -453,7 +466,7 @@ def _check_states(layout: ZeroLayout, groups: Sequence[ZeroGroup]) -> None:
 
 
 def _has_other_degrees(wanted: Wanted, dp: int, pp: int, ep: int) -> bool:
-    """Are these other degrees than the source's?"""
+    """Return whether the degrees differ from the source's."""
     before = wanted.hints.get(Degrees)
     now = {"dp": dp, "pp": pp, "ep": ep}
     return before is not None and any(before.at(name) != value for name, value in now.items())
@@ -483,7 +496,7 @@ def _set_extras_aside(layout: ZeroLayout) -> None:
 
 
 def is_random(key: str) -> bool:
-    """Is it a random state, which is of no use to ranks of other degrees?"""
+    """Return whether the key names a random state, which ranks of other degrees can't use."""
     return "rng" in key.lower() or "random_state" in key.lower()
 
 
@@ -491,8 +504,10 @@ def is_random(key: str) -> bool:
 
 
 def _split_experts(groups: Sequence[ZeroGroup], dp: int, ep: int, notes: list[str]) -> list[ZeroGroup]:
-    """The groups with experts in groups of their own. Raises UsageError E0287 where `ep` does not divide the ranks or
-    the experts, naming the nearest degrees that do."""
+    """Return the groups, with experts in groups of their own.
+
+    Raises UsageError E0287, with the nearest valid degrees, if `ep` does not divide the ranks or the experts.
+    """
     experts_by_layer = counts(name for group in groups for name in group.names)
     if ep > 1 and not experts_by_layer:
         raise UsageError(f"--ep {ep}: no parameter is an expert of DeepSpeed's MoE", code=DEGREE, hint="leave --ep off")
@@ -534,8 +549,8 @@ def _split_experts(groups: Sequence[ZeroGroup], dp: int, ep: int, notes: list[st
 def _split_stages(
     groups: Sequence[ZeroGroup], described: Described, pp: int, split: Sequence[int]
 ) -> list[list[ZeroGroup]]:
-    """The groups of every pipeline stage. Raises UsageError E0288 where the stages do not follow from what the
-    source states."""
+    """Return the groups of every pipeline stage. Raises UsageError E0288 if the source does not determine the
+    stages."""
     source_stages = described.stages
     if not source_stages and pp > 1:
         raise _no_split_error(f"--pp {pp}: the source is no pipeline of DeepSpeed's (no layer files)", "leave --pp off")
@@ -581,17 +596,17 @@ def _no_split_error(what: str, hint: str, key: str = "") -> UsageError:
 
 
 def _select_all(groups: Sequence[ZeroGroup], names: Sequence[str]) -> list[ZeroGroup]:
-    """The groups of a stage that holds these parameters."""
+    """Return the groups of a stage that has these parameters."""
     return [_select(group, names) for group in groups]
 
 
 def _select(group: ZeroGroup, names: Sequence[str]) -> ZeroGroup:
-    """The group's parameters among `names`, in their order."""
+    """Return the group with only the parameters among `names`, in the order of `names`."""
     group_names = set(group.names)
     return replace(group, names=[name for name in names if name in group_names])
 
 
 def _layer_order(name: str) -> tuple[int, int]:
-    """Sorts tied modules first, then layers by number, each in the order given (a stable sort)."""
+    """Return the sort key that puts tied modules first, then layers by number; a stable sort keeps the order inside."""
     index = name.partition(".")[0]
     return (1, int(index)) if numeral(index) else (0, 0)

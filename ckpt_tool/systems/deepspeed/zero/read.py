@@ -229,7 +229,7 @@ class ZeroReader:
     def _check_one_save(self) -> None:
         """Raise InconsistentCheckpoint E0359 if ranks disagree in a counter, an option or a scalar.
 
-        Such ranks are of different steps, or of different runs.
+        Such ranks belong to different steps, or to different runs.
         """
         modules = list(self.modules.values())
 
@@ -293,7 +293,7 @@ class ZeroReader:
     # -- the optimizer -------------------------------------------------------------------------------------------------
 
     def add_flat_tensors(self) -> None:
-        """Add every rank's flat tensors as chunks of the parameters, as the job lays them out."""
+        """Add every rank's flat tensors as chunks of the parameters, at the places that the job determines."""
         stages = [list(self._build_groups(mp)) for mp in range(self.pp)]
         job = ZeroJob(self.stage, self.dp, self.config.data_first, stages)
         self.tied = frozenset(job.borders)
@@ -313,7 +313,8 @@ class ZeroReader:
                 self.chunks.setdefault(TensorKey(name, state), []).append(chunk)
 
     def _build_groups(self, mp: int) -> Iterator[FlatGroup]:
-        """The flat groups of a pipeline stage, as its module file lists them; their names and shapes are noted."""
+        """Yield the flat groups of a pipeline stage, as its module file lists them, and record their names and
+        shapes."""
         module = self.modules[0, mp]
         shapes = module.shapes or []
         ranks = [self.optimizers[dp, mp] for dp in range(self.dp)]

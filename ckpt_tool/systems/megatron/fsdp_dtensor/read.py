@@ -93,6 +93,7 @@ class _MegatronFsdpReading:
         self.notes: list[Note] = []
 
     def catalog(self) -> Catalog:
+        """Return the catalog of the checkpoint."""
         for tensor in self.state.tensors:
             key = parse(dotted(tensor.path))
             if key is None:
@@ -321,7 +322,7 @@ def _is_one_more(tensor: LogicalTensor, parts: tuple[str, ...], known: Gathered)
 
 
 def _without_padding(tensors: dict[TensorKey, LogicalTensor], ours: Any) -> dict[TensorKey, LogicalTensor]:
-    """The tensors without the rows by which we padded a vocabulary."""
+    """Return the tensors without the rows with which our writer padded a vocabulary."""
     rows = ours.get(VOCAB_ROWS) if isinstance(ours, dict) else None
     if type(rows) is not int or rows < 1:
         return tensors
@@ -330,7 +331,7 @@ def _without_padding(tensors: dict[TensorKey, LogicalTensor], ours: Any) -> dict
 
 
 def _rearrange_chunks(chunks: Iterable[Chunk], moves: Sequence[tuple[Box, Box]]) -> Iterator[Chunk]:
-    """The chunks of a tensor whose boxes (stored, whole) lie elsewhere in the whole."""
+    """Yield the chunks of a tensor, moved. moves: (box of the stored tensor, its box in the whole tensor)."""
     for chunk in chunks:
         for stored, box in moves:
             shared = chunk.box & stored

@@ -196,6 +196,7 @@ class _MegatronFsdpWriting:
     # -- the output ----------------------------------------------------------------------------------------------------
 
     def target(self) -> Target:
+        """Return all files of the output."""
         folder = self.folder
         for path, value in flatten(self._values()):
             self._value(path, value)

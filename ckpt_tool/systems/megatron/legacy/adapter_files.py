@@ -209,9 +209,13 @@ def _stages(tree: Tree, held: Held, facts: MegatronFacts, degrees: Mapping[str, 
 
 
 def _first_chunks(tree: Tree, facts: MegatronFacts, local: Iterable[str]) -> Incomplete:
-    """The error (E0302) for a virtual pipeline. `save_adapter_checkpoint` takes `models[0]`, but the manager leaves all
-    chunks (`model0`, `model1`, ...) in what it saves of the optimizer: `generate_state_dict` takes out `model` alone.
-    local: names in the files; some have rows in an order of the tensor ranks, which beside a base nothing undoes."""
+    """Return the error (E0302) for the adapter of a virtual pipeline, of which the files have only the first chunk.
+
+    verl's `save_adapter_checkpoint` saves `models[0]`. All chunks (`model0`, `model1`, ...) are in the optimizer's
+    folder, because `generate_state_dict` removes only `model` from it; the hint says how to convert that folder. local:
+    names in the files. That hint is not given if they show rows in an order of the tensor ranks, which are not put in
+    order in a folder that has the base, too.
+    """
     ordered = facts.degrees["tp"] > 1 and any(".adapter.adapter_" in n or n.endswith("_magnitude") for n in local)
     hint = "export the adapter from the job, or train on without a virtual pipeline and save again"
     if states_beside(tree) and not ordered:

@@ -33,7 +33,7 @@ from ckpt_tool.systems.megatron.stages import nearest
 
 MISSING = "E0302"
 DEGREES = "E0274"
-MOST_FOLDERS = 1 << 14  # at most so many missing folders are listed
+MOST_FOLDERS = 1 << 14  # no job has more; arguments that state more are damaged
 MODEL_FILE = "model_optim_rng.pt"
 OPTIM_FILE = "distrib_optim.pt"
 _FOLDER = re.compile(r"((?:iter_\d{7,}/|release/)?)(mp_rank_(\d{2,4})(?:_(\d{3,4}))?(?:_(\d{3,4}))?)/(.+)", re.ASCII)
@@ -155,8 +155,10 @@ def coordinates(
 
 
 def _possible(found: int, degrees: Mapping[str, int]) -> None:
-    """Raise Incomplete E0302 at once for degrees of more folders than a job has, and than there are: every one would be
-    counted and named."""
+    """Raise Incomplete E0302 for degrees of more folders than any job has.
+
+    Without this check every missing folder would be listed, for damaged arguments billions of them.
+    """
     wanted = degrees["pp"] * max(degrees["tp"], degrees["ep"] * degrees["etp"])
     if wanted > max(found, MOST_FOLDERS):
         stated = ", ".join(f"{name} {degrees[name]}" for name in ("tp", "pp", "ep", "etp"))
@@ -168,7 +170,7 @@ def _possible(found: int, degrees: Mapping[str, int]) -> None:
 
 
 def _whole(ranks: Iterable[MegatronRank], degrees: Mapping[str, int], *, experts: bool, file: str) -> None:
-    """Raise Incomplete when a shard of dense tensors or of experts has no folder."""
+    """Raise Incomplete E0302 if a shard of dense tensors or of experts has no folder."""
     every = list(ranks)
     dense = {(rank.pp, rank.tp) for rank in every}
     own = {(rank.pp, rank.ep, rank.etp) for rank in every}
@@ -214,8 +216,7 @@ def _whole(ranks: Iterable[MegatronRank], degrees: Mapping[str, int], *, experts
 
 
 def fit(degrees: Mapping[str, int], experts: int | None) -> tuple[dict[str, int], list[str]]:
-    """Degrees that Megatron can run: data ranks enough for the experts to be carved out of them. Returns them and
-    notes.
+    """Return degrees that Megatron can run, with enough data ranks for the expert ranks, and notes.
 
     Raises UsageError E0274 for expert degrees that the model or the folder names can't take.
     """
@@ -242,10 +243,10 @@ def fit(degrees: Mapping[str, int], experts: int | None) -> tuple[dict[str, int]
 def refuse_renamed(
     tree: Tree, ranks: Iterable[tuple[MegatronRank, Mapping[str, Any]]], degrees: Mapping[str, int]
 ) -> None:
-    """Raise InconsistentCheckpoint E0305 for folders whose `args.rank` is another's: their slices would go to a wrong
-    place.
+    """Raise InconsistentCheckpoint E0305 if a folder's `args.rank` is that of another folder.
 
-    ranks: each with its arguments. Converters of one process write one number into all files; then nothing is known.
+    Such a folder was renamed, and its slices would go to a wrong place. ranks: each with its arguments. A converter
+    that runs in one process writes the same number into all files, which shows nothing.
     Order of ranks: tp-cp-ep-dp-pp, with --use-tp-pp-dp-mapping tp-cp-ep-pp-dp.
     """
     known = [(rank, args, args.get("rank"), args.get("world_size")) for rank, args in ranks]

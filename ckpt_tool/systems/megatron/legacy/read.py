@@ -239,7 +239,7 @@ class _RankOptimizer:
         params: the rank's trainable parameters.
         stored: the optimizer's state without tensors.
         path: of the model file, for messages.
-        out: what is extended.
+        out: to which the arrays are added.
     """
 
     def __init__(
@@ -309,8 +309,12 @@ class _RankOptimizer:
                 self._add_state(parameter, state, array)
 
     def members(self) -> list[Members]:
-        """The parameters of each group of each optimizer of the chain. Raises InputError E0303 for a chain of another
-        kind, InconsistentCheckpoint E2004 for groups of another kind."""
+        """Return the parameters of each group of each optimizer of the chain.
+
+        Raises:
+            InputError: E0303, a chain that is neither [dense, experts] nor [matrices, rest].
+            InconsistentCheckpoint: E2004, groups that the model's parameters do not form.
+        """
         members = chain_members(self.chain, self.every, self.job.facts)
         if members is not None:
             return members
@@ -325,7 +329,8 @@ class _RankOptimizer:
         raise self._misfit_error("the optimizer's groups are not those that the model's parameters make")
 
     def check_counts(self, members: list[Members]) -> list[Members]:
-        """`members` again. Raises InconsistentCheckpoint E2004 where the file's groups have other numbers of them."""
+        """Return `members`. Raises InconsistentCheckpoint E2004 if the file's groups have other numbers of
+        parameters."""
         for optimizer, model_groups in zip(self.chain, members, strict=True):
             groups = groups_of(optimizer)
             counts = [len(group["params"]) for group in groups if isinstance(group.get("params"), list)]
@@ -337,6 +342,7 @@ class _RankOptimizer:
     def _add_state(self, parameter: RankArray, state: str, array: StoredArray) -> None:
         if array.shape == parameter.shape:
             self.out.add(state, parameter, array)
+        # A step counter is not cut: each logical tensor of the parameter gets a copy.
         elif array.numel == 1 and len(array.shape) < 2:
             for name in parameter.names:
                 self.out.add_whole(TensorKey(name, state), array)
@@ -350,8 +356,10 @@ class _RankOptimizer:
             )
 
     def _add_plain_values(self, numbers: Sequence[Sequence[RankArray]]) -> None:
-        """Keep the states that are plain numbers (the `step` of Emerging-Optimizers). Raises InconsistentCheckpoint
-        E0379 where another rank has others."""
+        """Add the states that are plain numbers (the `step` of Emerging-Optimizers).
+
+        Raises InconsistentCheckpoint E0379 if another rank has other numbers.
+        """
         for optimizer, params in zip(self.chain, numbers, strict=True):
             inner = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else {}
             state = inner.get("state") if isinstance(inner, dict) else None
@@ -373,9 +381,11 @@ class _RankOptimizer:
     def _add_uncut(
         self, parameter: RankArray, state: str, path: Path, array: StoredArray, uncut_states: Iterable[str]
     ) -> None:
-        """Add a state that does not have its parameters' shapes, one of `uncut_states` (SOAP's preconditioners). Where
-        the rank has the whole parameter, the state is the parameter's; else it is the rank's alone, and no reader can
-        join the ranks' states."""
+        """Add a state that does not have its parameter's shape, one of `uncut_states` (SOAP's preconditioners).
+
+        If the rank has the whole parameter, the state is the parameter's. Else it belongs to the rank's part, and the
+        ranks' states can't be joined.
+        """
         key = TensorKey(parameter.names[0], state)
         if len(parameter.slots) == 1 and parameter.slots[0].box.shape == parameter.slots[0].shape:
             self.out.add_whole(key, array)
@@ -391,8 +401,12 @@ class _RankOptimizer:
         self.out.hide(key, ("optimizer", *path), array, fault)
 
     def add_flat(self, leaves: Iterable[tuple[Path, StoredArray]]) -> None:
-        """Add the arrays of `distrib_optim.pt`. Raises InconsistentCheckpoint E2004 when a buffer is not as long as the
-        model makes it, InputError E0303 for the form before February 2024."""
+        """Add the arrays of `distrib_optim.pt`.
+
+        Raises InconsistentCheckpoint E2004 if a buffer is not as long as the model makes it, InputError E0303 for the
+        form before February 2024.
+        """
+        # With experts the file is a list [dense, experts], whose paths begin with `value`.
         arrays: dict[int, dict[int, dict[str, StoredArray]]] = {}  # chained optimizer -> buffer -> state
         for path, array in leaves:
             place = path[1:] if path[0] == "value" else (0, *path)
@@ -419,7 +433,8 @@ class _RankOptimizer:
     def _buffers(
         self, params: Sequence[RankArray], stored: Mapping[int, Mapping[str, StoredArray]], *, experts: bool
     ) -> list[Buffer]:
-        """The stored buffers, tried with what the arguments say about buckets, then with one bucket each."""
+        """Return the layout of the stored buffers: with the buckets that the arguments state, or with one bucket
+        each."""
         stated = bucketing_of(self.job, experts=experts)
         stored_sizes: list[list[int]] = []  # of each buffer, the distinct lengths of its states
         for number in sorted(stored):
@@ -451,7 +466,7 @@ class _RankOptimizer:
 
 
 class _MegatronReading:
-    """One read: what the ranks agree on, then the tensors, then the rest."""
+    """The reading of one checkpoint: what the ranks agree on, then the tensors, then everything else."""
 
     def __init__(
         self,
@@ -460,7 +475,7 @@ class _MegatronReading:
         ranks: list[_RankFiles],
         optims: Mapping[str, TorchContent],
     ) -> None:
-        """Check that the ranks are of one run, and find what each of them holds.
+        """Check that all ranks belong to one run, and find the layers and experts of each.
 
         Args:
             tree: the checkpoint's folder.
@@ -490,6 +505,7 @@ class _MegatronReading:
         self.job = self._build_job()
 
     def catalog(self) -> Catalog:
+        """Return the catalog of all ranks."""
         out = Gathering()
         for rank in self.ranks:
             params = self._add_model(rank, out)
@@ -539,7 +555,7 @@ class _MegatronReading:
         return replace(catalog, tensors=read_tensors, unread=unread, notes=(*catalog.notes, *notes_of(unread)))
 
     def _explain_missing_optimizer(self) -> Incomplete | None:
-        """What to say of an optimizer with gaps: the files that other ranks have, or None."""
+        """Return an error naming the ranks without an optimizer file, None if no rank or every rank lacks it."""
         files = [f"{rank.path}/{OPTIM_FILE}" for rank in self.ranks]
         lost = [file for file in files if not self.tree.exists(file)]
         if not lost or len(lost) == len(files):
@@ -555,7 +571,7 @@ class _MegatronReading:
     # -- what the ranks agree on ---------------------------------------------------------------------------------------
 
     def _check_same_run(self) -> None:
-        """Raise InconsistentCheckpoint E0305 for ranks of another iteration, of other degrees, or of another model."""
+        """Raise InconsistentCheckpoint E0305 if ranks differ in iteration, degrees or model."""
         faults: list[tuple[str, str]] = []
         for rank in self.ranks:
             faults += ((rank.path, what) for what in self._list_differences(rank))
@@ -582,7 +598,7 @@ class _MegatronReading:
             )
 
     def _list_differences(self, rank: _RankFiles) -> Iterator[str]:
-        """What a rank says differently from the first. A difference that decides nothing gets a note instead."""
+        """Yield how a rank differs from the first one. Differences that don't affect tensors become a note instead."""
         values = rank.extras
         first_values = self.first.extras
         for key in ("iteration", "checkpoint_version", "num_floating_point_operations_so_far", "opt_param_scheduler"):
@@ -605,7 +621,7 @@ class _MegatronReading:
             yield f"has {len(rank.chunks)} model chunks, not {len(self.first.chunks)} as"
 
     def _count_stages(self) -> Stages:
-        """Layers of each chunk, as the files show them. Raises Incomplete E0302 when some are missing."""
+        """Return the layers of each chunk, as the files show them. Raises Incomplete E0302 if some are missing."""
         counts: dict[tuple[int, int], int] = {}
         mtp: dict[tuple[int, int], int] = {}
         for rank in self.ranks:

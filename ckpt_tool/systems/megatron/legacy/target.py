@@ -1,25 +1,25 @@
-"""Writing a legacy Megatron checkpoint: every rank's files, their pickles known before a value moves.
+"""Plans a legacy Megatron checkpoint: every rank's files, whose pickles are known before a value is copied.
 
-Decisions come first (`megatron.wanted`); then for each rank its arrays (`megatron.job`) and its part of the optimizer
-become a skeleton whose tensors are holes of known size. Which ranks: every existing pair of tensor and expert rank of
-every stage, since each of them reads a file of its own; data ranks share it.
+Decisions come first (`megatron.wanted`); then each rank's arrays (`megatron.job`) and its part of the optimizer become
+pickles with gaps of known size for the tensors. There is a file for every existing pair of tensor and expert rank of
+every stage, because each of them reads a file of its own; data ranks share it.
 
     --tp 2 --pp 2, iteration 2:  iter_0000002/mp_rank_{00,01}_{000,001}/{model_optim_rng,distrib_optim}.pt
                                  latest_checkpointed_iteration.txt   "2"
 
-`args` are the source's with the new degrees; without any, the few that a reader needs are made. RNG states are kept
-when the layout is the source's own, else left out and named. Values of classes that the writer may not name are left
-out, by name.
+`args` are the source's with the new degrees; without any, the few that a reader needs are made. RNG states are kept if
+the layout is the source's own, else they are left out, with a note. Values of classes that the writer must not name in
+a pickle are left out, with a note.
 
-The optimizer's form is one for all ranks and follows from what there is. Flat buffers want fp32 master, exp_avg and
-exp_avg_sq of every parameter; numbered arrays take any states; what fits neither (an EMA, states of tensors that are no
-parameters) is stored under a key of ours, cut like its parameter.
+The optimizer's form is the same for all ranks and follows from the states. Flat buffers require fp32 master, exp_avg
+and exp_avg_sq of every parameter; numbered arrays accept any states; everything else (an EMA, states of tensors that
+are no parameters) is stored under a key of ours, cut like its parameter.
 
     states {master, exp_avg, exp_avg_sq} of all  -> distrib_optim.pt, when the job used the distributed optimizer
     the same and `step`, of torch's Adam      -> optimizer.state {0: {step, exp_avg, exp_avg_sq}}, fp32_from_fp16_params
 
-Groups carry the source's hyperparameters; one that is not there (experts', when they become parallel) is made from its
-twin.
+Groups have the source's hyperparameters; a group that the source lacks (experts', when they become parallel) is made
+from its most similar one.
 
 Specification: `systems.megatron.legacy.format`. Cost: some us a parameter, rank and state; no value is read or
 written."""
@@ -88,46 +88,46 @@ F32 = DTYPES["F32"]
 
 
 def legacy_target(wanted: Wanted) -> Target:
-    """The files of every rank. Raises UsageError as `megatron.wanted.decide` does."""
+    """Return the files of every rank. Raises UsageError as `megatron.wanted.decide` does."""
     return _Writing(decide(wanted)).target()
 
 
 class _Form(NamedTuple):
     """How the optimizer is stored: one form for all ranks."""
 
-    flat: bool  # in the flat buffers of distrib_optim.pt?
-    inner: bool  # the inner dict alone, as fp32 models have it?
-    masters: bool  # with fp32 masters of 16-bit parameters?
-    states: tuple[str, ...]  # those of numbered arrays
+    flat: bool  # in the flat buffers of distrib_optim.pt
+    inner: bool  # only the inner dict, as fp32 models have it
+    masters: bool  # with fp32 masters of 16-bit parameters
+    states: tuple[str, ...]  # the states of numbered arrays
     cut: Mapping[str, frozenset[str]]  # state -> names that are stored under our key, cut like their parameter
     whole: tuple[int, ...]  # numbers of wanted tensors that are stored there whole
     groups: tuple[tuple[dict[str, Any], ...], ...]  # of each chained optimizer
-    none: bool  # is there no optimizer?
+    none: bool  # no optimizer is written
 
 
 class _Link(NamedTuple):
-    """An optimizer of the chain."""
+    """An optimizer of the chain, and which parameters it updates."""
 
-    experts: bool | None  # are its parameters experts' (None: both kinds)?
-    matrices: bool | None = None  # those that Muon or Lion steps, or the rest (None: all)?
-    at: int | None = None  # its number in the source's chain, None where that has no chain of two
+    experts: bool | None  # True: experts' parameters, False: all others, None: both
+    matrices: bool | None = None  # True: those that Muon or Lion updates, False: the rest, None: all
+    at: int | None = None  # its number in the source's chain, None if that is not a chain of two
 
     def holds(self, name: str, shape: Sequence[int], *, expert: bool) -> bool:
-        """Is the parameter one of this optimizer's?"""
+        """Return whether this optimizer updates the parameter."""
         fits_shape = self.matrices is None or is_matrix(name, shape) == self.matrices
         fits_kind = self.experts is None or expert == self.experts
         return fits_shape and fits_kind
 
 
 class _States:
-    """All states but the model's, by name; and the form that they take."""
+    """All states except the model's, and the form in which they are stored."""
 
     def __init__(self, decided: Decided) -> None:
         self.decided = decided
         self.at = {(t.key.state, t.key.name): i for i, t in enumerate(decided.wanted.tensors)}
         self.params = {name for name in decided.model if not names.is_buffer(name)}
         self.values: Mapping[str, Mapping[str, Any]] = decided.wanted.extras.get(VALUES, {})
-        self.says_adam = False  # do groups say now that they are Adam's?
+        self.says_adam = False  # groups were marked as Adam's (`chains.say_adam`)
         self.form = self._choose_form()
 
     def _choose_form(self) -> _Form:
@@ -173,7 +173,7 @@ class _States:
         )
 
     def _fits(self, state: str, name: str, number: int) -> bool:
-        """Can the state be cut like its parameter, or is it a counter of it?"""
+        """Return whether the state can be stored with its parameter: cut like it, as a counter, or whole."""
         tensor = self.decided.tensor(number)
         parameter = self.decided.tensor(self.decided.model[name])
         is_kept_whole = self._keeps_parameters_whole() and state not in (MASTER, EMA) and prod(tensor.shape) != 1
@@ -181,13 +181,18 @@ class _States:
         return tensor.shape == parameter.shape or is_counter or is_kept_whole
 
     def _keeps_parameters_whole(self) -> bool:
-        """Is every parameter whole on its rank, under its own name? Then a state of any shape can be kept with it."""
+        """Return whether every parameter is whole on its rank, under its own name.
+
+        Then a state of any shape can be stored with its parameter.
+        """
         job = self.decided.job
         return job.degrees["tp"] == job.degrees["etp"] == 1 and job.container != names.GROUPED
 
     def _check_shapes(self) -> None:
-        """Raise UsageError E0275 for states that do not have their parameters' shapes, where parameters are cut: a
-        state of a square matrix, which happens to have its shape, would be cut like it."""
+        """Raise UsageError E0275 for states without their parameters' shapes if parameters are cut between ranks.
+
+        The same state of a square matrix happens to have the parameter's shape, and would wrongly be cut like it.
+        """
         if self._keeps_parameters_whole():
             return
         for state, name in self.at:
@@ -203,15 +208,15 @@ class _States:
                 )
 
     def _differs_in_shape(self, state: str, name: str) -> bool:
-        """Does the state have another shape than its parameter?"""
+        """Return whether the state has another shape than its parameter."""
         return self.decided.tensor(self.at[state, name]).shape != self.decided.tensor(self.decided.model[name]).shape
 
     def _half_precision(self) -> set[str]:
-        """Parameters of 16 bits, which have an fp32 master."""
+        """Return the names of the 16-bit parameters, which Megatron gives an fp32 master."""
         return {name for name in self.params if self.decided.tensor(self.decided.model[name]).dtype.bits == 16}
 
     def _can_be_flat(self, names_by_state: Mapping[str, set[str]]) -> bool:
-        """Do the states fill flat fp32 buffers without a hole, and does the job want them so?"""
+        """Return whether the states fill flat fp32 buffers completely, and the job used a distributed optimizer."""
         is_complete = bool(self.params) and all(names_by_state.get(state) == self.params for state in FLAT)
         is_fp32 = is_complete and all(
             self.decided.tensor(self.at[state, name]).dtype == F32 for state in FLAT for name in self.params
@@ -226,7 +231,7 @@ class _States:
 
     @cached_property
     def chains(self) -> tuple[_Link, ...]:
-        """The chain. Raises UsageError E0274 for a chain of two whose experts are parallel."""
+        """The optimizers of the chain. Raises UsageError E0274 for a chain of two whose experts are parallel."""
         parallel = self.decided.job.degrees["ep"] > 1
         first = matrices_at(chained(self.decided.wanted.extras.get("optimizer")), self.decided.job.facts)
         if first is None or self.flat_form:
@@ -242,7 +247,7 @@ class _States:
 
     @staticmethod
     def is_ours(optimizer: Any) -> bool:
-        """Is it Megatron's optimizer (its groups say `wd_mult`)?"""
+        """Return whether the optimizer is Megatron's, whose groups have `wd_mult`."""
         return any("wd_mult" in group for one in chained(optimizer) for group in groups_of(one))
 
     def _groups(self) -> tuple[tuple[dict[str, Any], ...], ...]:
@@ -269,7 +274,7 @@ class _States:
     # -- a rank's ------------------------------------------------------------------------------------------------------
 
     def _parameters_by_link(self, arrays: Iterable[RankArray]) -> list[list[RankArray]]:
-        """A rank's trainable parameters, by chained optimizer."""
+        """Return a rank's trainable parameters, by chained optimizer."""
         params = [array for array in arrays if not names.is_buffer(array.names[0])]
         by_link: list[list[RankArray]] = []
         for link in self.chains:
@@ -277,7 +282,7 @@ class _States:
         return by_link
 
     def parts(self, array: RankArray, state: str, at: int = 0) -> list[StoragePart]:
-        """Where the values of `state` come from. at: where the array begins in its storage, in elements."""
+        """Return the sources of the values of a state. at: the element of the storage at which the array begins."""
         return [
             StoragePart(self.at[state, name], box, at + start, strides)
             for name, box, start, strides in array.parts()
@@ -285,7 +290,7 @@ class _States:
         ]
 
     def compose_optimizers(self, arrays: Iterable[RankArray], composer: TorchComposer) -> list[dict[str, Any]]:
-        """The optimizers of a rank, by chain: with the numbered arrays, or the groups alone if there are flat
+        """Return the optimizers of a rank, by chain: with numbered arrays, or only the groups if there are flat
         buffers."""
         optimizers: list[dict[str, Any]] = []
         for params, groups in zip(self._parameters_by_link(arrays), self.form.groups, strict=True):
@@ -334,7 +339,7 @@ class _States:
     def compose_cut_states(
         self, arrays: Iterable[RankArray], composer: TorchComposer
     ) -> dict[int, dict[str, dict[str, Any]]]:
-        """The states under our key: {chunk: {state: {the rank's name: tensor}}}."""
+        """Return the states under our key: {chunk: {state: {the rank's name: tensor}}}."""
         out: dict[int, dict[str, dict[str, Any]]] = {}
         for array in arrays if self.form.cut else ():
             for state, state_names in self.form.cut.items():
@@ -346,13 +351,14 @@ class _States:
     def compose_flat(
         self, rank: MegatronRank, arrays: Iterable[RankArray], holds: Sequence[bool], composer: TorchComposer
     ) -> Any:
-        """The value of `distrib_optim.pt`: a chain's dict, or the list [dense, experts] with None where the file of
-        another rank holds it.
+        """Return the value of `distrib_optim.pt`: one optimizer's dict, or the list [dense, experts].
+
+        An entry of the list is None if the file of another rank holds it.
 
         Args:
             rank: whose file it is.
             arrays: the rank's.
-            holds: which chains are this file's.
+            holds: for each optimizer of the chain, whether this file holds it.
             composer: of the file.
         """
         values: list[Any] = []
@@ -381,7 +387,7 @@ class _States:
 
 
 class _Writing:
-    """One target in the making."""
+    """The planning of one target: decisions in `__init__`, files in `target`."""
 
     def __init__(self, decided: Decided) -> None:
         self.decided = decided
@@ -402,6 +408,7 @@ class _Writing:
             self.notes.append("the optimizer's hyperparameters are left out: none of its states are written")
 
     def target(self) -> Target:
+        """Return the files of all ranks, and the pointer to the folder."""
         files: list[TargetFile] = []
         degrees = self.job.degrees
         tp = degrees["tp"]
@@ -496,7 +503,7 @@ class _Writing:
         return args
 
     def _choose_rng(self) -> Mapping[str, Any]:
-        """RNG states by folder, when they are of this very layout."""
+        """Return the source's RNG states by folder, {} (with a note) if its layout is another one."""
         stored = self.extras.get("rng_state")
         if not stored:
             if can_resume(self.decided.wanted.tensors):
@@ -512,7 +519,7 @@ class _Writing:
         return stored
 
     def _choose_scales(self) -> Mapping[str, Any]:
-        """Extra states with FP8 scales by folder, when they are of these very ranks."""
+        """Return the source's extra states with FP8 scales by folder, {} (with a note) if its ranks differ."""
         stored = self.extras.get(EXTRA_STATES)
         if not isinstance(stored, Mapping) or not stored:
             return {}

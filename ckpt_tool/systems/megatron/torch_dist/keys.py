@@ -80,8 +80,8 @@ class DistKey(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The kind (of `KINDS`) of the layers under this key, which the leading dim counts; "" if they are of all
-        kinds."""
+        """The kind (of `KINDS`) of the layers under this key, which the leading dim counts; "" if all kinds share
+        it."""
         found = _KIND.fullmatch(self.key) if ".self_attention_" in self.key else None
         return found[2] if found else ""
 

@@ -1,22 +1,22 @@
-"""Where every tensor of a new torch_dist checkpoint goes: its key, its place among stacked ones, its boxes, their
+"""Decides where every tensor of a new torch_dist checkpoint goes: its key, its position in a stack, its boxes and their
 ranks.
 
-The one idea: the inverse of reading. A name gives back its key and its position (layer, expert); tensors whose
-positions fill a grid of one shape are one stored tensor with leading dims, cut as Megatron's ranks would have cut it:
+The one idea: the inverse of reading. A name determines a key and a position (layer, expert); tensors whose positions
+fill a grid become one stored tensor with leading dims, cut as Megatron's ranks would have cut it:
 
     decoder.layers.0...3.mlp.linear_fc1.weight (96, 32), TP 2, gated
     -> decoder.layers.mlp.linear_fc1.weight (4, 96, 32): boxes (l, 0) (l, 48) by tensor rank 0, (l, 24) (l, 72) by rank
        1, each (1, 24, 32), written by the first data rank of the stage that holds layer l
 
-The cuts are for the writers' and readers' ease: Megatron loads any. So what does not divide and may be padded when
-loaded (the vocabulary, `allow_shape_mismatch`) stays whole, while heads, feed-forward rows and experts that don't
-divide are a degree that the model can't take. Keys are spelled as the source spelled them (`styles`), else as its
-arguments make Megatron 0.16.1 spell them: stacked unless layers differ (`transformer/transformer_block.py`), norms as
-the layer spec stores them (`models/gpt/gpt_layer_specs.py`). Rank numbers: `tp-cp-ep-dp-pp`, tp fastest
-(`core/mesh.py`).
+The cuts only make writing and reading efficient: Megatron loads any. So a tensor that does not divide and may be padded
+when it is loaded (the vocabulary, `allow_shape_mismatch`) stays whole, while heads, feed-forward rows and experts that
+don't divide are an error: the model can't run at that degree. Keys are spelled as the source spelled them (`styles`),
+else as its arguments make Megatron 0.16.1 spell them: stacked unless layers differ
+(`transformer/transformer_block.py`), norms as the layer spec stores them (`models/gpt/gpt_layer_specs.py`). Rank
+numbers: `tp-cp-ep-dp-pp`, tp fastest (`core/mesh.py`).
 
-What is asked of a tensor is asked once of all that are laid out alike (`megatron.torch_dist.alike`). Cost: 2 us a
-tensor to read its name, 1 us to place it. What it does not do: bytes and files (`megatron.torch_dist.target`), objects
+Tensors with the same layout are decided together (`megatron.torch_dist.alike`). Cost: 2 us a tensor to parse its name,
+1 us to place it. What it does not do: bytes and files (`megatron.torch_dist.target`), objects
 (`megatron.torch_dist.state`).
 """
 
@@ -65,21 +65,24 @@ Shape = tuple[int, ...]
 EXPERTS = "E0237"
 NO_RULE = "E0275"
 CHUNKS = 1 << 16  # of all stages
-_NUMBER = itemgetter(0)  # of a share's tensor
-# norms of layers in Transformer Engine's spec: in the linear that follows, where there is one
+_NUMBER = itemgetter(0)  # the number of a share's tensor
+# Styles of the norms in layers of Transformer Engine's spec: fused into the linear that follows if there is one.
 _BY_TE = frozenset(f"{how}:{norm}_layernorm." for how in ("fused", "plain") for norm in ("pre_mlp", "input"))
 
 
 class _KeyPart(NamedTuple):
-    """What of a tensor is stored under one key ("": all, under the tensor's own)."""
+    """The part of a tensor that is stored under one key."""
 
-    part: str
-    shape: tuple[int, ...]  # the part's
-    cut: tuple[StoredItem, ...]
+    part: str  # "": the whole tensor, under its own key
+    shape: tuple[int, ...]  # of the part
+    cut: tuple[StoredItem, ...]  # the boxes in which it is stored
 
 
 class DistLayout:
-    """The layout of all tensors of `wanted` but extras. degrees: every mesh dim, `dp` all data ranks."""
+    """The layout of all wanted tensors except extras.
+
+    degrees: every mesh dim, `dp` is the number of all data ranks.
+    """
 
     def __init__(self, wanted: Wanted, args: Mapping[str, Any], degrees: Mapping[str, int]) -> None:
         self.wanted = wanted
@@ -90,7 +93,7 @@ class DistLayout:
         self.tensors = [(i, t) for i, t in enumerate(wanted.tensors) if t.key.state != EXTRAS]
         self.names = {t.key.name for _, t in self.tensors}
         self.classes = classes(self.tensors)
-        self.examples = list(dict.fromkeys([each.name for each in self.classes]))  # what holds of these holds of all
+        self.examples = list(dict.fromkeys([each.name for each in self.classes]))  # one name of each class is enough
         numbers: dict[str, list[int]] = {}
         for each in self.classes:
             if each.spot.layer is not None:
@@ -114,7 +117,7 @@ class DistLayout:
         self.shapes = {t.key.name: t.shape for _, t in self.tensors}
         job = MegatronJob(self.facts, self.degrees, self._stages(), self.experts, gated, not self.facts.te)
         self.job = job.of_shapes(self._showing(), 1)
-        alike: dict[tuple[str, str, Shape], str] = {}  # one of each kind: their rules are the same
+        alike: dict[tuple[str, str, Shape], str] = {}  # one name for all states of a kind, which have the same rule
         for each in self.classes:
             alike.setdefault((each.spot.stack, each.spot.template, each.shape), each.name)
 
@@ -126,7 +129,7 @@ class DistLayout:
         self.as_source &= self.stacked == wished
         self.grids = self._grids()
 
-        # what tensors have in common, found once
+        # Caches: tensors of one class, and the states of one parameter, share keys, cuts and stages.
         self._keys: dict[tuple[str, str, str], DistKey] = {}
         self._cuts: dict[tuple[str, str, bool, Shape], list[_KeyPart]] = {}
         self._stage_of: dict[tuple[str, int | None], int] = {}
@@ -134,7 +137,7 @@ class DistLayout:
     # -- what there is ------------------------------------------------------------------------------------------------
 
     def _styles(self) -> set[str]:
-        """As Megatron would spell the keys, by its arguments."""
+        """Return the styles in which Megatron would spell the keys, by the job's arguments."""
         args = self.args
         several = [args.get("moe_layer_freq"), args.get("linear_attention_freq")]
         differing = any(isinstance(n, list) or (type(n) is int and n > 1) for n in several)
@@ -165,7 +168,8 @@ class DistLayout:
         return out
 
     def _check_windows(self) -> None:
-        """Attentions are stored apart by what looks through a window; where nothing states it, each layer has keys."""
+        """Give each layer keys of its own, with a note, if attentions have separate keys by kind and no kind is
+        known."""
         if self.apart and len(self.windows) != self.layers:
             self.styles -= {APART, STACKED_LAYERS}
             self.notes.append(
@@ -175,17 +179,17 @@ class DistLayout:
 
     @property
     def apart(self) -> bool:
-        """Are attentions stored apart by what looks through a window?"""
+        """Whether sliding-window attentions are stored under separate keys."""
         return APART in self.styles
 
     def _kind(self, stack: str, layer: int | None) -> str:
-        """Of which of `KINDS` the layer is; "" where kinds share keys."""
+        """Return the layer's kind (of `KINDS`), "" if all kinds share keys."""
         if layer is None or not self.apart or names.is_tower(f"{stack}."):
             return ""
         return next(kind for kind, windowed in KINDS.items() if windowed == self.windows[layer])
 
     def _lead(self, stack: str, kind: str) -> int:
-        """How many layers share a key."""
+        """Return the number of layers that share a key."""
         return self.windows.count(KINDS[kind]) if kind else self.counts[stack]
 
     def _stages(self) -> Stages:
@@ -263,15 +267,16 @@ class DistLayout:
     # -- keys ---------------------------------------------------------------------------------------------------------
 
     def _separate_layer(self, stack: str, layer: int | None) -> int | None:
-        """The layer, where its tensors have keys of their own."""
+        """Return the layer if its tensors have keys of their own, None if layers are stacked."""
         return None if stack in self.stacked else layer
 
     def _fill_template(self, spot: StackSpot, *, grid: bool) -> str:
-        """The template with the numbers that stand in a key: of layers that are not stacked, of experts in no grid."""
+        """Return the template with the numbers that a key has: of layers that are not stacked, of experts in no
+        grid."""
         return spot.placed(layer=spot.stack not in self.stacked, expert=not grid)
 
     def _key(self, number: int, spot: StackSpot) -> DistKey | None:
-        """The key of a tensor; None where it would be read back under another name."""
+        """Return the key of a tensor, None if it would be read back under another name."""
         tensor = self.wanted.tensors[number]
         name, state = tensor.key
         kind = self._kind(spot.stack, spot.layer)
@@ -279,7 +284,7 @@ class DistLayout:
         layers = spot.stack in self.stacked
         key = self._fill_template(spot, grid=grid)
         made = self._keys.get((state, kind, key))
-        if made is None:  # names of one key differ in its positions alone
+        if made is None:  # names with the same key differ only in positions, so one check is enough for all
             part = next(iter(self._sections(tensor)), ("",))[0]
             full = of_kind(stored(spelled(key, name, self.styles, self.names)), kind)
             made = parse(self.fqn(state, of_part(full, part) if part else full, name))
@@ -289,8 +294,11 @@ class DistLayout:
         return made if name_of(made, _position_under_key(made, spot.layer, spot.expert)) == name else None
 
     def fqn(self, state: str, key: str, name: str) -> str:
-        """The whole key. Masters are `param` with the distributed optimizer, `fp32_param` without one and of matrices
-        that a layer-wise one holds beside it."""
+        """Return the whole key of a state.
+
+        Masters are `param` with the distributed optimizer, and `fp32_param` without one, or for the matrices that a
+        layer-wise optimizer has in addition to it.
+        """
         if state == MODEL:
             return key
         whole = self.facts.layer_wise and is_matrix(name, self.shapes.get(name, ()))
@@ -298,7 +306,7 @@ class DistLayout:
         return f"optimizer.state.{plain if state == MASTER else state}.{key}"
 
     def object_key(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """(key of a model tensor, shape of the positions under it) of what hangs on its module."""
+        """Return (key, shape of the grid of positions) for objects of a tensor's module, such as extra states."""
         spot = spot_of(name)
         grid = self.grids.get((MODEL, spot.template, self._separate_layer(spot.stack, spot.layer)), False)
         key = self._fill_template(spot, grid=True)
@@ -312,8 +320,7 @@ class DistLayout:
         return full, shape or (1,)
 
     def one_of_each_key(self) -> list[str]:
-        """The first name of those that have one `object_key`, sorted: stacked layers and experts differ in positions
-        alone."""
+        """Return one name for each `object_key`, sorted; names with the same key differ only in positions."""
         first: dict[tuple[object, ...], str] = {}
         for each in self.classes:
             for key, members in self._group_by_key(each, MODEL):
@@ -326,14 +333,16 @@ class DistLayout:
     # -- entries ------------------------------------------------------------------------------------------------------
 
     def entries(self) -> dict[str, tuple[tuple[int, ...], list[TensorShare]]]:
-        """Every stored tensor: key -> (shape, shares); a share for each part that is stored under a key of its own.
-        Raises UsageError E2001 for a name that can't be kept."""
+        """Return every stored tensor: key -> (shape, shares), a share for each logical tensor under the key.
+
+        Raises UsageError E2001 for a name that would be read back as another.
+        """
         found: dict[str, tuple[tuple[int, ...], list[TensorShare]]] = {}
         refused: list[int] = []
         for each in self.classes:
             cut = self._cut(each)
             for _, members in self._group_by_key(each, each.state):
-                # positions are filled into one text: what the first and the last are called says it of all
+                # All keys are one text with positions filled in: if the first and the last are right, all are.
                 ends = [
                     self._key(m.number, each.spot._replace(layer=m.layer, expert=m.expert))
                     for m in (members[0], members[-1])
@@ -359,7 +368,7 @@ class DistLayout:
         return dict(sorted(found.items(), key=lambda row: row[1][1][0].tensor))
 
     def _group_by_key(self, each: Class, state: str) -> Iterable[tuple[tuple[object, ...], list[StackMember]]]:
-        """The members that have one key, with what tells it from the others of the class. state: whose grids count."""
+        """Return (what distinguishes the key in the class, its members) for each key. state: whose grids count."""
         template, stack, *_ = each.spot
         if stack in self.stacked and not self.apart:
             if each.spot.expert is None or self.grids.get((state, template, None)):
@@ -374,7 +383,7 @@ class DistLayout:
     def _shares(
         self, members: Iterable[StackMember], key: DistKey, each: Class
     ) -> list[tuple[int, tuple[int, ...], int]]:
-        """(number, position, first of the global ranks that hold it) of tensors of one key."""
+        """Return (number, position, first global rank that has it) of the tensors of one key."""
         tp, ep, etp, dp, cp = (self.degrees[dim] for dim in ("tp", "ep", "etp", "dp", "cp"))
         per = max(self.experts // ep, 1)
         behind = tp * cp * dp
@@ -393,7 +402,7 @@ class DistLayout:
         return out
 
     def _cut(self, each: Class) -> list[_KeyPart]:
-        """How tensors are cut. Decided once for those of one shape in all layers, of all experts."""
+        """Return how the tensors of a class are cut; the same for all layers, experts and states of one shape."""
         tensor = self.wanted.tensors[each.members[0].number]
         spot = each.spot
         shape = each.shape
@@ -418,7 +427,7 @@ class DistLayout:
         return found
 
     def _sections(self, tensor: WantedTensor) -> list[tuple[str, int, int]]:
-        """(name, first row, rows) of the parts of a tensor that have keys of their own; [] for all others."""
+        """Return (name, first row, rows) of the parts of a tensor that have keys of their own, [] if it has one key."""
         rule = self.job.rule(tensor.key.name, len(tensor.shape))
         if rule.dim != 0 or not tensor.shape:
             return []
@@ -431,8 +440,10 @@ class DistLayout:
         return [(word, sum(rows[:i]), rows[i]) for i, word in enumerate(words)]
 
     def _boxes(self, tensor: WantedTensor) -> Iterator[tuple[Box, int]]:
-        """The tensor's boxes, and how far behind the first rank that holds it the one is that writes each: it has the
-        first replica."""
+        """Yield the tensor's boxes, each with the rank that writes it, counted from the first rank that has the tensor.
+
+        That rank has the first replica of the box.
+        """
         shape = tensor.shape
         rule = self.job.rule(tensor.key.name, len(tensor.shape))
         degree = self.degrees[rule.axis]
@@ -446,13 +457,14 @@ class DistLayout:
 
 
 def _position_under_key(key: DistKey, layer: int | None, expert: int | None) -> tuple[int, ...]:
-    """The position under a key."""
+    """Return the position of a tensor under a key: the numbers of its layer and expert, as far as the key stacks
+    them."""
     at = (layer,) if key.layers and layer is not None else ()
     return (*at, expert) if key.experts and expert is not None else at
 
 
 def _reorder_stored_rows(shape: Shape, rows: Iterable[Stretch]) -> _KeyPart:
-    """A tensor whose rows lie in another order where it is stored."""
+    """Return the cut of a tensor whose rows are stored in another order (`adapter.stretches`)."""
     rest = (0,) * len(shape[1:])
     items = list[StoredItem]()
     for row in rows:

@@ -183,7 +183,7 @@ class _TorchDistReading:
     # -- tensors -------------------------------------------------------------------------------------------------------
 
     def _entry(self, entry: DcpTensorEntry, arrays: Sequence[StoredArray]) -> None:
-        """One stored tensor: its chunks go to the parameters that lie in it."""
+        """Add one stored tensor: its chunks go to the parameters that are stacked in it."""
         key = parse(entry.fqn)
         shape = self.listing.reformed.get(entry.fqn, entry.shape)
         if len(shape) < key.leads or prod(n or 1 for n in shape[: key.leads]) > POSITIONS:

@@ -1,4 +1,5 @@
-"""What a torch_dist checkpoint holds besides tensors: the common state, RNG states, extra states, optimizer objects.
+"""Reads the values of a torch_dist checkpoint that are no tensors: common state, RNG and extra states, optimizer
+objects.
 
 The one idea: every object item is `torch.save([object])` under a key `NAME/shard_POSITION_SHAPE`; all of them become
 plain values in the extras, where a legacy checkpoint has them:
@@ -12,13 +13,13 @@ plain values in the extras, where a legacy checkpoint has them:
     anything else                                                                      -> extras["sharded_objects"][KEY]
 
 Small tensors inside objects become bytes (RNG states: 5056 of them) or NumPy arrays in the extras, values like others.
-The hyperparameters of all model-parallel ranks are one, their step counters are held against each other.
+The hyperparameters of all model-parallel ranks become one copy, after their step counters were compared.
 
 Source: NVIDIA/Megatron-LM core 0.16.1 `dist_checkpointing/strategies/torch.py` (`_mcore_to_torch_sharded_object`),
 `serialization.py` of core 0.19 (`common_state`), `optimizer/distrib_optimizer.py` (`sharded_state_dict`),
 `optimizer/__init__.py`, training `checkpointing.py` (`get_rng_state`: keyed by pipeline and tensor rank; `no_save_rng`
-and `no_save_optim` tell a loading job not to look for what is not there). Cost: 60 us an object; extra states that
-repeat 10 us. What it does not do: carry FP8 scales (a note says how many there are), files
+and `no_save_optim` keep a loading job from looking for states that were not saved). Cost: 60 us an object; repeated
+extra states 10 us. What it does not do: carry FP8 scales (a note says how many there are), files
 (`megatron.torch_dist.target`).
 """
 
@@ -251,11 +252,15 @@ def _array(tree: Tree, read: ReadObject, ref: TensorRef | WrapperRef) -> Any:
 
 
 def _read_extra_states(tree: Tree, entries: list[ObjectEntry], items: DcpItems, out: Objects) -> dict[str, Any]:
-    """The extra states that hold something. They repeat: of a length that is known to hold nothing, the pickle is
-    compared."""
-    known: dict[int, tuple[int, bytes]] = {}  # length of the item -> (where its pickle lies in it, the pickle)
+    """Return {key: value} of the extra states that are not empty.
+
+    Most are empty and equal, so an item as long as a known empty one is only compared with it, which is cheaper than
+    opening it.
+    """
+    known: dict[int, tuple[int, bytes]] = {}  # length of an empty item -> (offset of its pickle, the pickle)
 
     def held(entry: ObjectEntry) -> Any:
+        """Return the value of one extra state, None if it is empty."""
         same = known.get(entry.length)
         if same is not None and entry.length <= _SMALL:
             offset, data = same
@@ -281,7 +286,10 @@ def _read_extra_states(tree: Tree, entries: list[ObjectEntry], items: DcpItems, 
 def _read_gathered_buffers(
     tree: Tree, read: ReadObject, chained: int, group: int
 ) -> Iterator[tuple[int, int, int, str, dict[str, StoredArray]]]:
-    """The coalesced buffers that one data rank gathered: {buffer: {(dtype, dtype of gradients): {state: line}}}."""
+    """Yield the coalesced buffers that one data rank gathered, as (chained, group, buffer, dtype, {state: array}).
+
+    The object is {buffer: {(dtype, dtype of gradients): {state: line}}}.
+    """
     value = _only(read, tree)
     for number, by_dtype in value.items() if isinstance(value, dict) else ():
         if type(number) is not int:
@@ -307,8 +315,10 @@ def _read_gathered_buffers(
 
 
 def _hyperparameters(tree: Tree, groups: Mapping[int, Mapping[int, dict[str, Any]]], out: Objects) -> None:
-    """One copy of what each model-parallel rank stored: param_groups, loss scaler. Raises E0379 when counters
-    differ."""
+    """Put one copy of the optimizer's param_groups and loss scaler, which each model-parallel rank stored, into `out`.
+
+    Raises InconsistentCheckpoint E0379 if the ranks' step counters differ.
+    """
     if not groups:
         return
     stated = out.extras.get("optimizer")
@@ -337,8 +347,11 @@ def _steps(state: Mapping[str, Any]) -> list[Any]:
 
 
 def check_step(tree: Tree, path: Path, array: StoredArray, objects: Objects) -> bool:
-    """Is the counter a parameter at `path` of the common state (core <= 0.14 with torch's Adam) counted by the groups
-    too? Raises InconsistentCheckpoint (E0379) when the groups count otherwise."""
+    """Return whether the step counter of a parameter in the common state is in the parameter's group, too.
+
+    Core <= 0.14 with torch's Adam stores such counters, at `path`. Raises InconsistentCheckpoint E0379 if the group
+    states another number.
+    """
     optimizer = objects.extras.get("optimizer")
     inner = optimizer.get(path[1]) if isinstance(optimizer, dict) and type(path[1]) is int else optimizer
     counted = {step for step in _steps(inner) if isinstance(step, int | float)} if isinstance(inner, dict) else set()

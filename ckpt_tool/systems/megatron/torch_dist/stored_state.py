@@ -1,15 +1,15 @@
-"""What a new torch_dist checkpoint holds besides tensors: the mirror of `megatron.torch_dist.state`.
+"""Decides the values of a new torch_dist checkpoint that are no tensors: the inverse of `megatron.torch_dist.state`.
 
-The extras are the common state; what belongs to ranks goes back to objects under its keys where the ranks are still the
-same, and is named in a note where they are not: an RNG state is never given to another rank.
+The extras become the common state. Values of ranks become objects under their keys again if the ranks are still the
+same; if not, they are left out and a note names them: an RNG state is never given to another rank.
 
-Megatron keeps one optimizer for dense and one for expert parameters where EP > 1, else one for all. Going from the one
-to the other, the experts' is a copy with groups of its own (`megatron.groups`); going back it goes: the groups are the
-same. Extra states are what the source had, or None for every module in which Megatron looks for one: `None` is what a
-run without FP8 stores.
+If EP > 1, Megatron has one optimizer for dense and one for expert parameters, else one for all. From one optimizer to
+two, the experts' is a copy with groups of its own (`megatron.groups`); from two to one it is dropped, because the
+groups are the same. Extra states are the source's, or None for every module in which Megatron looks for one: a run
+without FP8 stores None.
 
-Source: as in `megatron.torch_dist.state`; `no_save_rng` and `no_save_optim` tell a loading job not to look for what is
-not there (training `checkpointing.py`). What it does not do: files (`megatron.torch_dist.target`).
+Source: as in `megatron.torch_dist.state`; `no_save_rng` and `no_save_optim` keep a loading job from looking for states
+that were not saved (training `checkpointing.py`). What it does not do: files (`megatron.torch_dist.target`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ckpt_tool.systems.megatron.rng import NO_STATES, OTHER_RANKS, by_rank, can_
 from ckpt_tool.systems.megatron.torch_dist.layout import DistLayout
 
 FULLY = "fully_reshardable"
-SHARDING = "param_state_sharding_type"  # of a distributed optimizer alone
+SHARDING = "param_state_sharding_type"  # only a distributed optimizer has this key
 NO_EXPERTS_OF_CHAIN = (
     "the optimizers of the chain have no group of experts, which are parallel now: Megatron does not load their "
     "hyperparameters (write with --ep 1, or start with --no-load-optim)"
@@ -54,7 +54,7 @@ class StoredState(NamedTuple):
 
 
 def stored_state(wanted: Wanted, layout: DistLayout) -> StoredState:
-    """Everything that is no tensor. Objects: (key with its shard, value)."""
+    """Return everything that is no tensor. Objects: (key with its shard, value)."""
     notes = list(layout.notes)
     extras = wanted.extras
     rng = list(_rng(wanted, layout, notes))
@@ -141,7 +141,7 @@ def _as_list(value: Any) -> list[dict[Any, Any]]:
 
 
 def _bare(one: Mapping[Any, Any]) -> dict[Any, Any]:
-    """An optimizer's values without what stood in place of tensors and without numbers of parameters."""
+    """Return an optimizer's values without the placeholders of tensors and without the numbers of parameters."""
     out: dict[Any, Any] = {}
     for key, item in one.items():
         if key in ("fp32_from_fp16_params", "param_state") or (key == "state" and _empty(item)):
@@ -160,7 +160,7 @@ def _without_params(group: Any) -> Any:
 
 
 def _empty(value: Any) -> bool:
-    """Is nothing in it but places of tensors?"""
+    """Return whether the value has nothing but placeholders of tensors."""
     if isinstance(value, dict):
         return all(_empty(item) for item in value.values())
     if isinstance(value, list | tuple):
@@ -169,14 +169,14 @@ def _empty(value: Any) -> bool:
 
 
 def _experts_of(one: Mapping[Any, Any], layout: DistLayout) -> dict[Any, Any]:
-    """The experts' optimizer, as Megatron would have made it beside the dense one `one`."""
+    """Return the experts' optimizer that Megatron would have made in addition to the dense one, `one`."""
     experts = [t.key.name for _, t in layout.tensors if t.key.state == MODEL and ".experts." in t.key.name]
     keys = {key_of_param(name, layout.shapes[name], layout.facts) for name in experts}
     return _replace_groups(one, groups_for(groups_of(one), keys, layout.facts, experts=True))
 
 
 def _replace_groups(one: Mapping[Any, Any], groups: list[dict[str, Any]]) -> dict[Any, Any]:
-    """A copy of an optimizer's values with these groups."""
+    """Return a copy of an optimizer's values with these groups."""
     inner = one.get("optimizer")
     if isinstance(inner, dict):
         return {**one, "optimizer": {**inner, "param_groups": groups}}

@@ -1,6 +1,6 @@
 """Finds the layers of a Gemma 4 that have sliding-window attention.
 
-Its two kinds of attention are stored under separate keys, and the keys don't show which layers are of which kind:
+Its two kinds of attention are stored under separate keys, and the keys don't show the kind of each layer:
 
     decoder.layers.self_attention_sliding.linear_qkv.weight (2, 72, 12)      layers 0 and 2, if the model has it there
 
