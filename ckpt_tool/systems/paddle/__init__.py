@@ -1,4 +1,4 @@
-"""Paddle: its three formats, configs and AOA programs. What the formats share lies here."""
+"""Paddle: its three formats, configs and AOA programs. Modules at this level are shared by the formats."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ def _may_be_paddle(tree: Tree) -> bool:
 
 
 def _may_be_paddle_unified(tree: Tree) -> bool:
+    # Names alone do not tell it from a hub folder: its reader looks for Paddle's optimizer or layout.
     return tree.single is None and any(".safetensors" in name for name in tree.names())
 
 
 def _may_be_paddle_flex(tree: Tree) -> bool:
-    """Its files are called by number: `0.metadata`, `1_0.distcp`."""
+    """Whether some files have the names of a flex checkpoint, which begin with a number: `0.metadata`, `1_0.distcp`."""
     names = (path.rpartition("/")[2] for path in tree.listing()) if tree.single is None else ()
     return any(
         name[:1].isdigit() and name.endswith((".metadata", ".lock", ".distcp", ".safetensors")) for name in names
@@ -28,7 +29,7 @@ def _may_be_paddle_flex(tree: Tree) -> bool:
 
 
 def _has_statements(chosen: Chosen, job: Conversion) -> bool:
-    """--aoa"""
+    """Whether the user passed `--aoa`."""
     return bool(job.writing.aoa)
 
 

@@ -1,14 +1,13 @@
-"""Paddle's configs: a config.json of PaddleFormers or PaddleNLP in the hub's words, and the other way round.
+"""Paddle's configs: a config.json of PaddleFormers or PaddleNLP under the hub's keys, and the other way round.
 
     hub  {"model_type": "llama", "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}, "dtype":
       "bfloat16"}
     paddle  {"model_type": "llama", "rope_theta": 500000.0, "tie_word_embeddings": false, ..., "torch_dtype":
       "bfloat16"}
 
-The one idea: the keys are the same, what is taken where a key is missing is not. Paddle ties embeddings unless the
-config says otherwise, has 10000 for ERNIE's rope where transformers has 500000, and does not look into
-`rope_parameters`. So a Paddle config gets every value spelled out, and what a Paddle config leaves unsaid is spelled
-out for the hub.
+The one idea: the keys are the same, but the defaults differ. Paddle ties embeddings unless the config says otherwise,
+has 10000 for ERNIE's rope where transformers has 500000, and ignores `rope_parameters`. So every value is written into
+a Paddle config explicitly, and Paddle's defaults are written into a config for the hub.
 
 Sources: PaddleFormers 1.2.0 `transformers/configuration_utils.py`, `transformers/*/configuration.py`,
 `modeling_rope_utils.py` (`standardize_rope_params`); PaddleNLP 3.0.0b4 the same files. Cost: none. What it does not do:
@@ -27,11 +26,12 @@ from ckpt_tool.families.config.words import OTHER_WORDS, ConfigWords, Values, so
 from ckpt_tool.families.model_class import ModelClass
 from ckpt_tool.families.models import CLASSES, family_of_class
 
+# Prefixes of keys that describe a training job, not the model
 _JOB = ("fuse_", "recompute", "use_fused_", "use_flash_attention", "sequence_parallel", "pp_seg_method", "virtual_pp")
 
 
 def paddle_config(config: Mapping[str, Any]) -> Translated:
-    """The config as Paddle reads it, every value spelled out."""
+    """The hub config as Paddle reads it, with every default written explicitly."""
     if ernie_vision.is_nested(config):
         return Translated(*ernie_vision.flatten_config(config))
 
@@ -62,7 +62,7 @@ def paddle_config(config: Mapping[str, Any]) -> Translated:
         out["rope_theta"] = rope["theta"]
         scaling = {key: value for key, value in rope.items() if key not in ("theta", "part", "type")}
         rope_scaling = {"rope_type": rope["type"], "type": rope["type"], **scaling}
-        if "latent" in facts.forms:  # whose attention asks for the factor whatever the type is
+        if "latent" in facts.forms:  # Paddle's latent attention reads the factor whatever the type is
             rope_scaling.setdefault("factor", 1.0)
         out["rope_scaling"] = rope_scaling if rope["type"] != "default" or "factor" in rope_scaling else None
         notes += _windowed_rope(config, out)
@@ -82,14 +82,14 @@ def paddle_config(config: Mapping[str, Any]) -> Translated:
 
 
 def _as_transformers_has_it(name: str) -> str:
-    """The name of a class of Paddle's as transformers has it."""
+    """The name in transformers of one of Paddle's model classes; the same name if it is not known."""
     family = family_of_class(name) if name.endswith("ForCausalLM") else None
     found = (each for each in family.classes if each.forms and name in each.also) if family else ()
     return next((each.architecture for each in found), name)
 
 
 def _windowed_rope(config: Mapping[str, Any], out: Values) -> tuple[str, ...]:
-    """Writes the base of a rope that windowed layers have for themselves (Gemma 3) under its older name."""
+    """Write the rope base of layers with a sliding window (Gemma 3) under its older key; returns a note on it."""
     rope = config.get("rope_parameters")
     local = rope.get("sliding_attention") if isinstance(rope, Mapping) else None
     base = local.get("rope_theta") if isinstance(local, Mapping) else config.get("rope_local_base_freq")
@@ -100,13 +100,14 @@ def _windowed_rope(config: Mapping[str, Any], out: Values) -> tuple[str, ...]:
 
 
 def from_paddle(config: Mapping[str, Any]) -> Translated:
-    """The config as transformers reads it."""
+    """Paddle's config as transformers reads it, with Paddle's defaults written explicitly."""
     if ernie_vision.is_flat(config):
         return Translated(ernie_vision.nest_config(config), ())
 
     out = dict(config)
     classes = out.get("architectures")
     if isinstance(classes, list):
+        # Paddle has variants of a class for pipelines and for PaddleFleet: the same model.
         plain = [str(each).removesuffix("Fleet").removesuffix("Pipe") for each in classes]
         out["architectures"] = [_as_transformers_has_it(each) for each in plain]
 

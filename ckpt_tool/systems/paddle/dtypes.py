@@ -1,8 +1,8 @@
-"""What Paddle calls the dtypes: names, numbers, and the NumPy type that their bytes are pickled as."""
+"""Paddle's dtypes: names, numbers, and the NumPy type that their bytes are pickled as."""
 
 from __future__ import annotations
 
-# Ours, Paddle's name ("" where it has no such tensors), NumPy's of what is stored, the number in phi/common/data_type.h
+# Our name, Paddle's ("" if it has no such tensors), NumPy's code of the stored array, number in phi/common/data_type.h
 _TYPES = (
     ("BOOL", "bool", "b1", 1),
     ("U8", "uint8", "u1", 2),
@@ -25,5 +25,6 @@ _TYPES = (
 DTYPE_NAMES = {paddle: name for name, paddle, _, _ in _TYPES if paddle}
 DTYPE_NUMBERS = {number: name for name, _, _, number in _TYPES}
 CODES = {name: code for name, _, code, _ in _TYPES}
+# Several dtypes share a code; reversed, so that the first row wins: a bare u2 is U16 until more is known.
 BY_CODE = {code: name for name, _, code, _ in reversed(_TYPES)}
 BY_CODE |= {paddle: name for name, paddle, _, number in _TYPES if number > 15}  # what ml_dtypes adds to NumPy

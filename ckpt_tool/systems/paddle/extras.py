@@ -1,5 +1,5 @@
-"""What a unified checkpoint holds beside its tensors: the scheduler's and the scaler's state, and what other formats
-brought.
+"""The content of a Paddle checkpoint in addition to its tensors: the state of scheduler and scaler, and extras of other
+formats.
 
     scheduler.pdparams       extras["scheduler"] {"last_epoch": 2, "last_lr": 0.001}
     scaler.pdparams          extras["scaler"]; its arrays are tensors of the state `extras`, named scaler.scale
@@ -41,16 +41,16 @@ CONFIG_LIMIT = 16 << 20
 
 
 class Beside(NamedTuple):
-    """unsafe: uses of names that only an unpickler would run."""
+    """Extras that are stored in files of their own."""
 
     extras: dict[str, Any]
     tensors: dict[TensorKey, LogicalTensor]
-    files: tuple[str, ...]
-    unsafe: tuple[str, ...]
+    files: tuple[str, ...]  # that were read
+    unsafe: tuple[str, ...]  # uses of names that only an unpickler would run
 
 
 def read_extras(tree: Tree) -> Beside:
-    """What is stored beside the tensors of the ranks. Raises what pickles, JSON and headers raise."""
+    """Read the files of extras, if there are any. Raises what pickles, JSON and headers raise."""
     names = tree.names()
     extras: dict[str, Any] = {}
     tensors: dict[TensorKey, LogicalTensor] = {}
@@ -89,7 +89,10 @@ def read_extras(tree: Tree) -> Beside:
 
 
 def read_config(tree: Tree, options: ReadOptions) -> dict[str, Any]:
-    """What is known of the model: --config, else config.json beside the files; --family says the model type."""
+    """The model's config: that of `--config`, else config.json next to the files; {} if there is none.
+
+    `--family` overrides the model type.
+    """
     config: dict[str, Any] = {}
     if options.config is not None:
         config = dict(options.config)
@@ -100,7 +103,7 @@ def read_config(tree: Tree, options: ReadOptions) -> dict[str, Any]:
 
 
 def lies_beside(tree: Tree, name: str) -> bool:
-    """Is a file in the folder? A lone file's folder is not listed, so it is tried."""
+    """Whether a file is in the folder. For a source that is a single file the folder is not listed: it is opened."""
     if tree.single is None:
         return tree.exists(name)
     try:
@@ -111,8 +114,10 @@ def lies_beside(tree: Tree, name: str) -> bool:
 
 
 def extras_files(wanted: Wanted, extras: Mapping[str, Any]) -> list[TargetFile]:
-    """The files of the plain values `extras` and of the wanted tensors of the state `extras`. Schedulers and scalers
-    are written as Paddle's where they come from a Paddle job."""
+    """The files for the plain values `extras` and for the wanted tensors of the state `extras`.
+
+    Schedulers and scalers of a Paddle job are written as Paddle's own files, everything else as ours.
+    """
     from ckpt_tool.core.target import TargetArray, TargetFile, whole_file
 
     paddle = wanted.hints.dialect == "paddle"
@@ -146,7 +151,10 @@ def extras_files(wanted: Wanted, extras: Mapping[str, Any]) -> list[TargetFile]:
 
 
 def _fits(what: str, tensor: WantedTensor) -> bool:
-    """Is it an array of the scaler's (or scheduler's) dict?"""
+    """Whether a tensor can be stored in the scaler's (or scheduler's) own file: it was an array of that dict.
+
+    Types that a pickle stores without a mark (bf16, float8) can't: they would be read back as integers.
+    """
     prefix, found, name = tensor.key.name.partition(".")
     return (
         bool(found)
@@ -158,9 +166,9 @@ def _fits(what: str, tensor: WantedTensor) -> bool:
 
 
 def _plain(value: Any) -> bool:
-    """A dict that a pickle of plain values gives back just so: text keys, numbers, text, lists."""
+    """Whether a pickle gives the value back unchanged: a dict with text keys, of numbers, text and lists."""
     plain = isinstance(value, dict) and all(type(key) is str and _simple(item) for key, item in value.items())
-    return plain and set(value) != {"value"}  # so the reader shows a file that is no dict
+    return plain and set(value) != {"value"}  # a lone "value" is how the reader represents a file that is no dict
 
 
 def _simple(value: Any) -> bool:

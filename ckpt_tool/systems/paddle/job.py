@@ -1,5 +1,5 @@
-"""What a Paddle job is: its degrees and ranks, its stages, and how its ranks share optimizer states. Reader and writer
-go by this; it knows no files.
+"""A Paddle job: its degrees and ranks, its stages, and how optimizer states are sharded between its ranks. Readers and
+writers share this model; it knows no files.
 
 A rank is (stage, tensor rank, sharding rank). With expert parallelism the ranks of a stage are numbered a second time,
 r = shard * tp_degree + tp: its expert rank is r mod ep_degree, and r div ep_degree its rank in the experts' own
@@ -60,32 +60,35 @@ V1, V2 = SHARDINGS
 
 @dataclass(frozen=True, slots=True)
 class PaddleHints(Hint):
-    """What a reader of Paddle's formats remembers; None where that format has no such thing."""
+    """What a reader of Paddle's formats passes on to a writer; None for a fact that the source's format lacks."""
 
     KEY: ClassVar[str] = "paddle"
     flex: str | None = None  # `trainer` or `plain`
     kind: str | None = None  # `plain`, `sharding_io`, `nested`, `unified`
     layout: str | None = None  # of a unified model file, `np` or `pt`
-    skip_save_model_weight: bool | None = None  # it has the masters alone
-    sharding: str | None = None  # `v1`, `v2`, "" where no ranks share states
-    sharding_degree: int | None = None  # how many do
+    skip_save_model_weight: bool | None = None  # it has master weights and no model weights
+    sharding: str | None = None  # `v1`, `v2`, "" if states are not sharded
+    sharding_degree: int | None = None  # number of ranks that states are sharded over
     told: bool | None = None  # the user named the config
     names: Mapping[str, str] | None = None  # structured -> static
     counts: tuple[int, ...] | None = None  # decoder layers of each stage
-    roots: Mapping[str, Any] | None = None  # where a plain flex folder keeps what
-    safetensors: bool | None = None  # its files are of that kind
+    roots: Mapping[str, Any] | None = None  # of a plain flex folder: kind of state -> first key of its nested paths
+    safetensors: bool | None = None  # data files of a plain flex folder are safetensors
     config: Mapping[str, Any] | None = None  # the model's
     stem: str | None = None  # of the model file's name
 
 
 def hints_of_config(config: Mapping[str, Any], *, renamed: bool) -> tuple[list[Hint], list[str]]:
-    """(what a Paddle output states of a model with this config, in the hub's words, no notes)."""
+    """The hints that hold the model's config for a Paddle output, and no notes.
+
+    config: under the hub's keys. Nested values are left out, except `architectures`.
+    """
     plain = {key: value for key, value in config.items() if isinstance(value, str | int | float | bool)}
     return [PaddleHints(config={**plain, "architectures": config.get("architectures")})], []
 
 
 class PaddleRank(NamedTuple):
-    """A rank."""
+    """A rank of a job, with its coordinates."""
 
     number: int  # in the job, as the Trainer orders them
     pp: int
@@ -96,23 +99,24 @@ class PaddleRank(NamedTuple):
 
 
 class JobDegrees(NamedTuple):
-    """The degrees of a job of Paddle's."""
+    """The parallel degrees of a Paddle job."""
 
     tp: int = 1
     pp: int = 1
     ep: int = 1
     dp: int = 1  # all data ranks
-    sharding: int = 1  # those that share the states (1: nobody does)
-    version: str = ""  # `v1`, `v2`, "" when nobody does, or a reader has yet to see it
+    sharding: int = 1  # data ranks that states are sharded over (1: they are not)
+    version: str = ""  # `v1`, `v2`, "" if states are not sharded, or a reader does not know yet
     by_data: bool = False  # expert ranks are data ranks (files `moeNN`)
 
     @property
     def moe_sharding(self) -> int:
-        """Ranks that share the states of one expert rank's experts."""
+        """Number of ranks over which the states of one expert rank's experts are sharded."""
         apart = self.ep > 1 and not self.by_data
         return max(self.tp * self.sharding // self.ep, 1) if apart else self.sharding
 
     def rank(self, pp: int, tp: int, shard: int) -> PaddleRank:
+        """The rank at these coordinates; its expert coordinates follow from them."""
         number = (shard * self.pp + pp) * self.tp + tp
         if self.ep == 1 or self.by_data:
             return PaddleRank(number, pp, tp, shard, 0, shard)
@@ -120,13 +124,14 @@ class JobDegrees(NamedTuple):
         return PaddleRank((moe_shard * self.pp + pp) * self.ep + ep, pp, tp, shard, ep, moe_shard)
 
     def ranks(self) -> Iterator[PaddleRank]:
-        """Every rank but the copies that plain data parallelism makes, stage by stage, tensor ranks fastest."""
+        """Every rank that has files, stage by stage, tensor ranks fastest; not the replicas of data parallelism."""
         for pp in range(self.pp):
             for shard in range(self.sharding):
                 for tp in range(self.tp):
                     yield self.rank(pp, tp, shard)
 
     def to_json(self) -> dict[str, int]:
+        """The degrees under the names that a report uses."""
         return {"tp": self.tp, "pp": self.pp, "ep": self.ep, "dp": self.dp}
 
 
@@ -134,7 +139,7 @@ class JobDegrees(NamedTuple):
 
 ALIGNMENT = 256  # bytes, on GPU, XPU and NPU
 BUFFER_MB = 256  # `sharding_comm_buffer_size_MB`, Paddle's default
-_WIDTHS = {"F16": 2, "BF16": 2, "F32": 4}
+_WIDTHS = {"F16": 2, "BF16": 2, "F32": 4}  # bytes of an element, by which Paddle pads
 
 
 class OptimizerMember(NamedTuple):
@@ -142,7 +147,7 @@ class OptimizerMember(NamedTuple):
 
     name: str
     numel: int
-    dtype: str  # the model's (Paddle pads by it), in the house's names
+    dtype: str  # of the model's weight, under our name; Paddle pads by it
     width: int  # bytes of an element of it
 
 
@@ -155,7 +160,7 @@ class ParameterSpan(NamedTuple):
 
 
 def owners(members: Sequence[OptimizerMember], ranks: int) -> dict[str, int]:
-    """The rank that owns each parameter under v1, in the order in which Paddle deals them."""
+    """The rank that owns each parameter under v1, in the order in which Paddle assigns them."""
     sizes = [0] * ranks
     out = {}
     for member in sorted(members, key=lambda m: -m.numel):
@@ -168,8 +173,16 @@ def owners(members: Sequence[OptimizerMember], ranks: int) -> dict[str, int]:
 def spans(
     members: Sequence[OptimizerMember], ranks: int, rank: int, *, buffer_mb: int = BUFFER_MB
 ) -> dict[str, ParameterSpan]:
-    """What rank `rank` of the group holds of each parameter of one colour under v2; parameters of which it holds
-    nothing are left out."""
+    """The span of each parameter of one colour that a rank holds under v2.
+
+    Parameters of which it holds nothing are left out.
+
+    Args:
+        members: The parameters, in the optimizer's order.
+        ranks: The size of the sharding group.
+        rank: The rank's number in the group.
+        buffer_mb: The size at which a buffer is closed.
+    """
     out = {}
     for buffer in buffers(members, buffer_mb):
         sizes = [padded(m.numel, _WIDTHS.get(m.dtype, m.width), ranks) for m in buffer]
@@ -181,13 +194,13 @@ def spans(
 
 
 def padded(numel: int, width: int, ranks: int) -> int:
-    """Elements that a parameter takes in its buffer. width: bytes of an element."""
+    """The number of elements that a parameter takes in its buffer, with padding. width: bytes of an element."""
     unit = ALIGNMENT // width * ranks
     return ceil_div(numel, unit) * unit
 
 
 def buffers(members: Sequence[OptimizerMember], buffer_mb: int = BUFFER_MB) -> list[list[OptimizerMember]]:
-    """The parameters of each buffer. Sorted by the name of the dtype: bfloat16, float16, float32."""
+    """The parameters of each fused buffer, sorted by the name of the dtype: bfloat16, float16, float32."""
     limit = buffer_mb << 20
     order = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
     done: list[list[OptimizerMember]] = []
@@ -198,6 +211,7 @@ def buffers(members: Sequence[OptimizerMember], buffer_mb: int = BUFFER_MB) -> l
             done = [*done, current]
             current = []
             filled = 0
+        # A buffer is closed by the parameter that fills it, so it may be longer than the limit.
         current.append(member)
         filled += member.numel * member.width
         if filled >= limit:
@@ -217,7 +231,7 @@ _HEADS = ("lm_head", "output_layer", "score", "classifier", "qa_outputs", "cls")
 
 
 class Items(NamedTuple):
-    """The sequential layers of a model."""
+    """The sequential list of layers that a pipeline is cut from."""
 
     prefix: str  # of the names of decoder layers (`model.`)
     layers: int
@@ -229,8 +243,10 @@ class Items(NamedTuple):
         return self.layers + self.mtp + 3
 
     def at(self, name: str) -> int:
-        """The position of the layer that parameter `name` belongs to. What no layer's name says stands with the
-        embedding."""
+        """The position in the list of the layer that parameter `name` belongs to.
+
+        A parameter whose name shows no layer counts as part of the embedding.
+        """
         found = _LAYER.match(name)
         if found and found[1] == self.prefix:
             number = int(found[2])
@@ -245,8 +261,10 @@ class Items(NamedTuple):
 
 
 def items_of(names: Iterable[str], config: Mapping[str, Any]) -> Items:
-    """The sequential layers that `names` (structured, global numbers) show. config: tells decoder layers from MTP
-    layers."""
+    """The list of layers that `names` (structured, with global numbers) imply.
+
+    config: its `num_hidden_layers` separates decoder layers from MTP layers, which have numbers after them.
+    """
     names = list(names)
     by_prefix: dict[str, set[int]] = {}
     ahead: dict[str, set[int]] = {}
@@ -273,15 +291,15 @@ def items_of(names: Iterable[str], config: Mapping[str, Any]) -> Items:
 
 
 class PaddleStages(NamedTuple):
-    """borders: `pp + 1` positions in the list of layers; stage s holds [borders[s], borders[s + 1]). method: in
-    Paddle's words."""
+    """The stages of a pipeline."""
 
     items: Items
-    borders: tuple[int, ...]
-    method: str
+    borders: tuple[int, ...]  # `pp + 1` positions in the list; stage s holds [borders[s], borders[s + 1])
+    method: str  # Paddle's name of it, for notes
 
     @property
     def pp(self) -> int:
+        """The number of stages."""
         return len(self.borders) - 1
 
     @property
@@ -299,8 +317,17 @@ class PaddleStages(NamedTuple):
 
 
 def stages_of(items: Items, pp: int, wish: Sequence[int] = (), before: Sequence[int] = ()) -> PaddleStages:
-    """The stages of a job with `pp` of them. wish: `--pp-split`. before: decoder layers of each of the source's stages,
-    kept where they fit. Raises UsageError E1250."""
+    """Cut the list of layers into `pp` stages.
+
+    Args:
+        items: The list of layers.
+        pp: The number of stages.
+        wish: Decoder layers of each stage, from `--pp-split`.
+        before: Decoder layers of each of the source's stages, kept if they fit.
+
+    Raises:
+        UsageError: E1250, no such cut exists.
+    """
     if wish:
         if len(wish) != pp or sum(wish) != items.layers or min(wish) < 0:
             raise UsageError(
@@ -319,6 +346,7 @@ def stages_of(items: Items, pp: int, wish: Sequence[int] = (), before: Sequence[
         )
     if (items.layers % pp == 0 and items.layers) or pp == 1:
         return _split_by_counts(items, [items.layers // pp] * pp, "layer:DecoderLayer")
+    # Paddle's uniform method cuts the whole list evenly; the longer stages come last.
     size, extra = divmod(items.total, pp)
     sizes = [size + (stage >= pp - extra) for stage in range(pp)]
     return PaddleStages(items, tuple(accumulate(sizes, initial=0)), "uniform")

@@ -1,12 +1,12 @@
-"""Who holds what in a Paddle job that is to be written: for wanted tensors and degrees, every rank and its part of
-every parameter.
+"""The layout of a Paddle job that is to be written: for wanted tensors and degrees, every rank and its part of every
+parameter.
 
 Stage and names decide which parameters a rank has (`paddle.job`), the tensor rank which part of them (`paddle.rules`):
-a `Block`. Experts are whole on their expert rank. Where ranks of the tensor group share the experts (`moe_group` of
-ERNIE's classes, "mp" unless the config says otherwise) an expert is whole on one tensor rank, and is a parameter like
-others for sharding: `LaidParameter.by_tensor`. The states of a block are dealt to the ranks of its group, dense ones
-over
-`sharding`, experts over `moe_sharding`: whole to an owner (v1) or as flat slices with padding (v2): a `BlockShare`.
+a `Block`. Experts are not cut on their expert rank. If the ranks of the tensor group divide the experts (`moe_group` of
+ERNIE's classes, "mp" unless the config says otherwise), each expert is complete on one tensor rank, and is sharded like
+any other parameter: `LaidParameter.by_tensor`. The states of a block are sharded over the ranks of its group, those of
+dense layers over `sharding`, those of experts over `moe_sharding`: unsharded at an owner (v1), or as flat slices with
+padding (v2): a `BlockShare`.
 
     laid = settle(wanted)
     for rank in laid.degrees.ranks():
@@ -72,19 +72,28 @@ _TENSOR = ("mp", "model", "tp", "mpdp")  # `moe_group`s that are the tensor grou
 
 
 def paddle_hints(wanted: Wanted) -> PaddleHints:
-    """What the source's reader remembered for writing Paddle's formats; nothing from a source of another system."""
+    """The hints of the source's reader for Paddle's formats; empty ones for a source of another system."""
     return wanted.hints.get(PaddleHints) or PaddleHints()
 
 
 def config_of(wanted: Wanted) -> Mapping[str, Any]:
-    """The model's config as far as anybody knows it: what `--config` says goes before the source's own."""
+    """The model's config as far as it is known: values of `--config` go before the source's own."""
     known = {**(paddle_hints(wanted).config or {}), **(wanted.wish.config or {})}
     seen = wanted.extras.get(HEADS)
     return known or ({HEADS: seen} if isinstance(seen, Mapping) else {})
 
 
 def degrees_of(wanted: Wanted, experts: int, notes: list[str]) -> JobDegrees:
-    """The degrees of the job. experts: the number that expert ranks must divide. Raises UsageError E1251 to E1253."""
+    """The degrees of the job, from the options and the source.
+
+    Args:
+        wanted: The output.
+        experts: The number that the expert ranks must divide; 0 without experts.
+        notes: Receives lines about degrees that were changed.
+
+    Raises:
+        UsageError: E1251 to E1253.
+    """
     stated = wanted.wish.degrees
     tp, pp, ep, dp = (max(1, stated.at(name)) for name in ("tp", "pp", "ep", "dp"))
     for name in ("vpp", "etp", "cp"):
@@ -119,16 +128,17 @@ def degrees_of(wanted: Wanted, experts: int, notes: list[str]) -> JobDegrees:
 
 
 def nothing_shared(version: object) -> str:
-    """What to say where `--sharding` was given and one rank holds every state."""
+    """The note for a `--sharding` that has no effect, because one rank holds every state."""
     return f"--sharding {version}: no data ranks share states here, so it changes nothing"
 
 
 def _fit_data_ranks(tp: int, ep: int, dp: int, experts: int, notes: list[str]) -> int:
-    """The data ranks that expert ranks can be carved out of. Raises UsageError E1251."""
+    """The number of data ranks, raised so that `ep` divides the ranks of a stage. Raises UsageError E1251."""
     if not experts:
         raise UsageError(f"--ep {ep}: the model has no experts", code=DEGREE, hint="leave --ep off")
 
     def runs(n: int) -> bool:
+        """Whether Paddle can run with `n` expert ranks."""
         return experts % n == 0 and (n == 1 or n % tp == 0)
 
     if not runs(ep):
@@ -149,7 +159,7 @@ def _fit_data_ranks(tp: int, ep: int, dp: int, experts: int, notes: list[str]) -
 
 
 def _inherit_sharding(wanted: Wanted, dp: int) -> int:
-    """Sharding ranks where nobody says: as the source had it, all data ranks where that can't be."""
+    """The default number of sharding ranks: that of the source if it fits, else all data ranks."""
     before = wanted.hints.get(Degrees)
     had = paddle_hints(wanted).sharding_degree
     if had is None or before is None:
@@ -160,8 +170,7 @@ def _inherit_sharding(wanted: Wanted, dp: int) -> int:
 
 
 def check_heads(config: Mapping[str, Any], degrees: JobDegrees, names: Iterable[str]) -> None:
-    """Raise UsageError E1251 where tensor ranks would part a head, or a group of heads that is stored fused in one
-    matrix."""
+    """Raise UsageError E1251 if tensor ranks would split a head, or a group of heads that is fused in one matrix."""
     facts = text_config(config)
     fused = any(".qkv_proj." in name for name in names)
     for key, what in (("num_attention_heads", "attention heads"), ("num_key_value_heads", "groups of fused heads")):
@@ -180,8 +189,10 @@ def _near(n: int, wanted: int) -> list[int]:
 
 
 def experts_by_tensor(experts: int, degrees: JobDegrees, config: Mapping[str, Any]) -> bool:
-    """Do tensor ranks share the experts out among themselves (`moe_group`; "mp" is the default of ERNIE's classes)?
-    Raises UsageError E1251 where they can't evenly."""
+    """Whether the tensor ranks divide the experts among themselves (`moe_group`; ERNIE's classes default to "mp").
+
+    Raises UsageError E1251 if they can't evenly.
+    """
     if degrees.tp == 1 or degrees.ep > 1 or not experts:
         return False
     facts = text_config(config)
@@ -211,16 +222,15 @@ class Parameter(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: DType  # what it is computed with
-    trained: bool  # has the optimizer a state of it?
-    # the expert rank (or tensor rank, `LaidParameter.by_tensor`) that alone has this routed expert, None where all have
-    # it
+    trained: bool  # the optimizer has states of it
+    # The only expert rank (or tensor rank, `LaidParameter.by_tensor`) with this routed expert; None if all have it.
     expert: int | None
     stages: tuple[int, ...]  # all that hold it
     alias: str | None = None  # the tied parameter whose states are this one's too, None for others
 
 
 def rows_of(tensors: Sequence[WantedTensor]) -> dict[str, dict[str, WantedTensor]]:
-    """name -> state -> tensor, extras aside."""
+    """The wanted tensors as {name: {state: tensor}}, without extras."""
     out: dict[str, dict[str, WantedTensor]] = {}
     for tensor in tensors:
         if tensor.key.state != EXTRAS:
@@ -229,14 +239,13 @@ def rows_of(tensors: Sequence[WantedTensor]) -> dict[str, dict[str, WantedTensor
 
 
 def experts_in(names: Sequence[str]) -> int:
-    """The number of experts that every layer with experts can be parted by: their greatest common number; 0 without
-    any."""
+    """The greatest common divisor of the layers' numbers of experts, which expert ranks must divide; 0 without any."""
     counts = _expert_counts(names).values()
     return gcd(*counts) if counts else 0
 
 
 def expert_of(name: str) -> tuple[str, int | None]:
-    """(what stands before the number, the expert's global number) of a routed expert's tensor; ("", None) of others."""
+    """(prefix before the number, global number of the expert) of a routed expert's tensor; ("", None) for others."""
     if not is_expert(name):
         return "", None
     front, _, rest = name.rpartition("experts.")
@@ -252,8 +261,16 @@ def parameters_of(
     statics: Mapping[str, str],
     holders: int,
 ) -> dict[str, Parameter]:
-    """The parameters, in the order of `names`. statics: the source's own names. holders: ranks that experts are spread
-    over."""
+    """The parameters of the model, in the order of `names`.
+
+    Args:
+        names: Structured names, in the order of registration.
+        rows: The wanted tensors.
+        stages: The pipeline.
+        config: The model's config.
+        statics: The source's static names.
+        holders: The number of ranks that experts are distributed over.
+    """
     pair = tied_pair(names, rows, stages.items, config, statics)
     local = {front: ceil_div(count, holders) for front, count in _expert_counts(names).items()}
     trains = any(state not in (MODEL, EMA) for states in rows.values() for state in states)
@@ -284,8 +301,10 @@ def _expert_counts(names: Sequence[str]) -> dict[str, int]:
 def tied_pair(
     names: Sequence[str], rows: Rows, items: Items, config: Mapping[str, Any], statics: Mapping[str, str]
 ) -> tuple[str, str] | None:
-    """(embedding, head) when they are one tensor: the config says so, or they share a static name, or a training state
-    lists only one of the two."""
+    """(embedding, head) if they are one tensor, else None.
+
+    The config decides; without it they are tied if they share a static name, or if only one of them has states.
+    """
     first = [name for name in names if items.at(name) == 0 and name.endswith(EMBEDDINGS)]
     last = [name for name in names if name.endswith(HEAD)]
     if len(first) != 1 or len(last) != 1 or _shape(rows[first[0]]) != _shape(rows[last[0]]):
@@ -301,12 +320,12 @@ def tied_pair(
 
 
 def _is_trained(states: Mapping[str, WantedTensor]) -> bool:
-    """Does the parameter have states of the optimizer (or a master weight)?"""
+    """Whether the parameter has states of the optimizer (or a master weight)."""
     return any(state not in (MODEL, EMA) for state in states)
 
 
 def _shape(states: Mapping[str, WantedTensor]) -> tuple[int, ...]:
-    """The parameter's own shape: scalars of the optimizer aside."""
+    """The parameter's shape, from any of its tensors that is not a scalar of the optimizer."""
     for state in (MODEL, MASTER, EMA):
         if state in states:
             return states[state].shape
@@ -314,7 +333,7 @@ def _shape(states: Mapping[str, WantedTensor]) -> tuple[int, ...]:
 
 
 def _dtype(states: Mapping[str, WantedTensor]) -> DType:
-    """What the parameter is computed with; where only a master is there, bf16: Paddle leaves out no other."""
+    """The dtype that the model computes with. With only a master it is bf16: Paddle leaves out no other weights."""
     if MODEL in states:
         return states[MODEL].dtype
     return DTYPES["BF16"] if MASTER in states else DTYPES["F32"]
@@ -327,30 +346,27 @@ class Block(NamedTuple):
     """A tensor rank's part of a parameter."""
 
     parameter: Parameter
-    shape: tuple[int, ...]  # its own
+    shape: tuple[int, ...]  # of the block
     boxes: tuple[tuple[Box, Box], ...]  # (box in the parameter, box in the block), tiling the block
-    cut: PaddleCut  # how tensor ranks part it
-    # rank, of: this part's number; (PaddleCut(None), 0, 1) where each holds the whole
-    rank: int
-    of: int
+    cut: PaddleCut  # how the parameter is cut; PaddleCut(None) if each rank has a full copy
+    rank: int  # number of this part
+    of: int  # number of parts
 
     @property
     def offset(self) -> tuple[int, ...]:
-        """Where the block begins when those of all tensor ranks are laid end to end (what flex checkpoints call
-        global)."""
+        """The block's offset in the concatenation of all tensor ranks' blocks (flex checkpoints' global tensor)."""
         return tuple(self.rank * n if axis == self.cut.dim else 0 for axis, n in enumerate(self.shape))
 
 
 class BlockShare(NamedTuple):
-    """What a rank keeps of a block's states: the whole block in its own shape, or with v2 a span of its row-major
-    line."""
+    """What a rank keeps of a block's states."""
 
     block: Block
-    span: ParameterSpan | None
+    span: ParameterSpan | None  # under v2: the part of the block's row-major order; None for the complete block
 
 
 class LaidParameter:
-    """Everything that was decided. parameters: by name, in the order in which Paddle registers them."""
+    """The complete layout of a job. parameters: by name, in the order in which Paddle registers them."""
 
     def __init__(
         self,
@@ -379,7 +395,7 @@ class LaidParameter:
         self._owners = lru_cache(maxsize=None)(self._make_owners)
 
     def blocks(self, rank: PaddleRank) -> Sequence[Block]:
-        """What the rank's model consists of, in the order of registration."""
+        """The blocks of the rank's model, in the order of registration."""
         return self._blocks(rank.pp, rank.tp, rank.ep)
 
     def _make_blocks(self, pp: int, tp: int, ep: int) -> tuple[Block, ...]:
@@ -395,13 +411,13 @@ class LaidParameter:
         return tuple(out)
 
     def optimized(self, rank: PaddleRank) -> list[Block]:
-        """The blocks of the optimizer's list of parameters: a tied pair stands in it once."""
+        """The blocks of the optimizer's list of parameters, which contains a tied pair once."""
         every = self.blocks(rank)
         here = {block.parameter.name for block in every}
         return [b for b in every if b.parameter.trained and b.parameter.alias not in here]
 
     def shares(self, rank: PaddleRank) -> list[BlockShare]:
-        """What the rank keeps of the states, in the order of the optimizer's list; under v1 in that of dealing."""
+        """What the rank keeps of the states, in the optimizer's order; under v1 in the order of assignment."""
         blocks = self.optimized(rank)
         if not self.degrees.version:
             return [BlockShare(block, None) for block in blocks]
@@ -422,19 +438,19 @@ class LaidParameter:
         return [BlockShare(b, held[b.parameter.name]) for b in blocks if b.parameter.name in held]
 
     def group_rank(self, block: Block, rank: PaddleRank) -> int:
-        """The rank's number in the group that shares the block's states."""
+        """The rank's number in the group over which the block's states are sharded."""
         return rank.moe_shard if self._is_in_expert_group(block) else rank.shard
 
     def group_size(self, block: Block) -> int:
-        """The ranks of that group."""
+        """The size of the group over which the block's states are sharded."""
         return self.degrees.moe_sharding if self._is_in_expert_group(block) else self.degrees.sharding
 
     def _is_in_expert_group(self, block: Block) -> bool:
-        """Are its states shared in the experts' own group?"""
+        """Whether the block's states are sharded in the experts' own group."""
         return block.parameter.expert is not None and not self.by_tensor
 
     def colours(self, blocks: Sequence[Block]) -> list[list[Block]]:
-        """The blocks of each group, dense ones first, each in order; an empty kind is left out."""
+        """The blocks of each sharding group (Paddle's colour): dense ones first, then experts, without empty groups."""
         dense = [block for block in blocks if not self._is_in_expert_group(block)]
         experts = [block for block in blocks if self._is_in_expert_group(block)]
         return [kind for kind in (dense, experts) if kind]
@@ -444,7 +460,7 @@ class LaidParameter:
         return self._owners(rank.pp, rank.tp, rank.ep)
 
     def _make_owners(self, pp: int, tp: int, ep: int) -> dict[str, int]:
-        any_rank = PaddleRank(0, pp, tp, 0, ep, 0)
+        any_rank = PaddleRank(0, pp, tp, 0, ep, 0)  # owners are the same whichever rank of the group asks
         out: dict[str, int] = {}
         for colour in self.colours(self.optimized(any_rank)):
             out |= owners([_member(b) for b in colour], self.group_size(colour[0]))
@@ -457,7 +473,7 @@ def _member(block: Block) -> OptimizerMember:
 
 
 def settle(wanted: Wanted) -> LaidParameter:
-    """All of it for what is wanted. Raises UsageError E1250 to E1253, and as `paddle.rules.cut_of`."""
+    """Decide the layout of all wanted tensors. Raises UsageError E1250 to E1253, and as `paddle.rules.cut_of`."""
     own = paddle_hints(wanted)
     config = config_of(wanted)
     rows = rows_of(wanted.tensors)
@@ -484,7 +500,7 @@ def settle(wanted: Wanted) -> LaidParameter:
         notes.append("sharding v1 with expert ranks: experts are dealt to owners inside their own sharding group")
         laid.notes = tuple(notes)
 
-    for rank in laid.degrees.ranks():  # every cut is tried before anything is laid out
+    for rank in laid.degrees.ranks():  # compute every cut now, so that errors are raised before anything is written
         if rank.shard == 0 or rank.ep:
             laid.blocks(rank)
 

@@ -1,4 +1,4 @@
-"""The options that Paddle's formats alone have."""
+"""The options of the command line that only Paddle's formats have."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from ckpt_tool.option_kinds.statement import LAYOUT
 
-SHARDINGS = ("v1", "v2")  # what Paddle calls its stages of sharding: whole tensors by owner, slices of fused buffers
+SHARDINGS = ("v1", "v2")  # Paddle's names: unsharded tensors by owner, or slices of fused buffers
 
 
 @dataclass(frozen=True, slots=True)
 class PaddleOptions:
-    """How a Paddle job shares its optimizer. None: not given."""
+    """How the optimizer states are sharded in a Paddle output. None means that the option is not given."""
 
     sharding: str | None = LAYOUT.choice(
         "Shard optimizer states by owner (v1) or in slices (v2). Default: as in the source.",

@@ -1,5 +1,5 @@
-"""Which files of a folder are a Paddle checkpoint a rank, whose each is, and which are missing: by their names, and by
-what `model_meta.json` (and, before it, `shard_meta.*.json`) states of a sharded job.
+"""Per-rank files of a Paddle checkpoint: which they are, which rank each belongs to, and which are missing; from their
+names, and from `model_meta.json` (in older versions `shard_meta.*.json`) of a sharded job.
 
     model_state.tp00_pp01.pdparams            tensor rank 0, stage 1
     optimizer.tp00_pp01_shard02.pdopt         ... sharding rank 2, its own part of the optimizer
@@ -8,10 +8,10 @@ what `model_meta.json` (and, before it, `shard_meta.*.json`) states of a sharded
     ema.tp00_shard00.pdopt                    an average of the weights, cut as the optimizer is
     lora_model_state.tp00.pdparams            an adapter;     model_state-00001-of-00002.pdparams: a file in two
 
-A coordinate stands in a name only if its degree is larger than 1, so names alone show the least grid of ranks, and a
-hole in the grid is a file that is missing. `model_meta.json` states the degrees, then a lost last rank shows too; and
-as a file of model weights of a bf16 job lacks every parameter that has a master weight, it alone has their names, the
-shapes of a tensor rank's parts and their dtype. It is data of a stranger, held against the files that are there:
+A name contains a coordinate only if its degree is larger than 1, so names alone show the smallest possible grid of
+ranks, and a hole in the grid is a missing file. `model_meta.json` states the degrees, so that a missing last rank is
+noticed too. A model file of a bf16 job lacks every parameter that has a master weight, so only the meta has their
+names, the shapes of a tensor rank's parts and their dtype. It is untrusted, and compared with the files:
 
     {"parallel_config": {"pp_degree": 1, "mp_degree": 2, "sharding_degree": 2, "ep_degree": 1, "moe_sharding_degree":
      1}, "sharding_metas": {"tp00_pp00": {
@@ -66,18 +66,18 @@ _SIGNAL = re.compile(SIGNAL)
 
 
 class RankFile(NamedTuple):
-    """One file."""
+    """A file of one rank, as its name describes it."""
 
     name: str
     kind: str  # model, optimizer or ema
     stem: str
     at: Mapping[str, int]  # coordinate by token, in the name's order
-    # part, of: numbers of a file in several parts, (1, 1) else
-    part: int
-    of: int
+    part: int  # number of this part, from 1
+    of: int  # number of parts, 1 for a file in one piece
 
     @property
     def tokens(self) -> tuple[str, ...]:
+        """The names of the coordinates, in the name's order."""
         return tuple(self.at)
 
 
@@ -93,21 +93,21 @@ def two_jobs(
 
 
 def rank_of(file: RankFile, degrees: JobDegrees) -> PaddleRank:
-    """Whose a file is. A model file without a sharding rank is rank 0's, or its expert rank's."""
+    """The rank that a file belongs to. Coordinates that the name lacks are 0, or follow from the others (ep)."""
     at = file.at
     rank = degrees.rank(at.get("pp", 0), at.get("tp", 0), at.get("shard", 0))
     return rank._replace(ep=at.get("moe_sharding", at.get("moe", rank.ep)))
 
 
 def file_name(stem: str, kind: str, at: Mapping[str, int], part: int = 1, of: int = 1) -> str:
-    """The name of a rank's file, of part `part` of it where it is in several."""
+    """The name of a rank's file, or of part `part` of `of`."""
     suffix = "_".join(f"{token}{number:02d}" for token, number in at.items())
     number = f"-{part:05d}-of-{of:05d}" if of > 1 else ""
     return f"{stem}{'.' if suffix else ''}{suffix}{number}{'.pdparams' if kind == MODEL_FILE else '.pdopt'}"
 
 
 def rank_file(path: str) -> RankFile | None:
-    """What a file's name says, None for one that is no rank's."""
+    """The description of a per-rank file by its name, None for any other file."""
     if path in BESIDE:
         return None
     found = _NAME.fullmatch(path)
@@ -126,11 +126,10 @@ def rank_file(path: str) -> RankFile | None:
 
 
 def rank_files(names: Iterable[str], *, prefer: object = None) -> list[RankFile]:
-    """The files of the one checkpoint that `names` (of one folder) hold: [] when there is none, or nothing shows it
-    which.
+    """The per-rank files of the checkpoint in a folder with these names; [] if there is none, or it is ambiguous.
 
-    Stems of Paddle's Trainer go first; without them one model and one optimizer of any stem. prefer: the stem to
-    take."""
+    Stems of Paddle's Trainer go first; without them one model and one optimizer of any stem. prefer: the stem to take.
+    """
     files = [file for file in map(rank_file, names) if file is not None]
 
     stems = list(dict.fromkeys(file.stem for file in files if file.kind == MODEL_FILE))
@@ -160,16 +159,19 @@ def rank_files(names: Iterable[str], *, prefer: object = None) -> list[RankFile]
 
 
 def _order(file: RankFile) -> tuple[int, ...]:
-    """Stages first, then sharding, then tensor ranks: the order in which a model's names come."""
+    """The sort key of a file: stages first, then sharding, then tensor ranks, so that names come in model order."""
     at = file.at
     return at.get("pp", 0), at.get("moe_sharding", at.get("moe", 0)), at.get("shard", 0), at.get("tp", 0)
 
 
 def degrees_of(tree: Tree, files: Sequence[RankFile], stated: Mapping[str, int]) -> JobDegrees:
-    """The degrees: those that `stated` (tp, pp, sharding, ep) has, else the least that the names show. Raises
-    InconsistentCheckpoint E0305 for a file beyond a stated degree."""
+    """The degrees of the job: those that the meta states, else the smallest that the file names allow.
+
+    stated: may have tp, pp, sharding and ep. Raises InconsistentCheckpoint E0305 for a file beyond a stated degree.
+    """
 
     def shown(*tokens: str) -> int:
+        # A name has a coordinate only if its degree is at least 2.
         found = [file.at[token] for file in files for token in tokens if token in file.at]
         return max(2, max(found) + 1) if found else 1
 
@@ -190,7 +192,7 @@ def degrees_of(tree: Tree, files: Sequence[RankFile], stated: Mapping[str, int])
 
 
 def _data_ranks(tree: Tree, others: int, least: int) -> int:
-    """All data ranks, as the markers of finished ranks count them."""
+    """The number of data ranks, from the markers `saved_signal_R` of finished ranks; `least` if they do not fit."""
     names = tree.names() if tree.single is None else ()
     ranks = [int(match[1]) for match in map(_SIGNAL.fullmatch, names) if match]
     world = max(ranks, default=-1) + 1
@@ -200,7 +202,7 @@ def _data_ranks(tree: Tree, others: int, least: int) -> int:
 
 
 def check_whole(tree: Tree, files: Sequence[RankFile], degrees: JobDegrees) -> None:
-    """Raise Incomplete E0302 naming every rank's file that is missing, InconsistentCheckpoint E0305 for a mixture."""
+    """Raise Incomplete E0302 listing all missing files of ranks, InconsistentCheckpoint E0305 for files of two jobs."""
     missing: list[str] = []
     for kind in (MODEL_FILE, OPTIMIZER_FILE, EMA_FILE):
         own = [file for file in files if file.kind == kind]
@@ -228,7 +230,7 @@ def check_whole(tree: Tree, files: Sequence[RankFile], degrees: JobDegrees) -> N
 
 
 def _expected_files(own: Sequence[RankFile], degrees: JobDegrees) -> Iterable[str]:
-    """The names of all ranks' files of one kind."""
+    """The names that the files of all ranks have, for one kind of file."""
     first = own[0]
     sizes = {
         "tp": degrees.tp,
@@ -237,7 +239,7 @@ def _expected_files(own: Sequence[RankFile], degrees: JobDegrees) -> Iterable[st
         "moe_sharding": degrees.ep,
         "moe": degrees.ep,
     }
-    # a stated degree that the names lack shows as a token that they lack
+    # A stated degree is expected in the names too: files without it are then missing.
     order = [t for t in ("tp", "pp") if sizes[t] > 1 or t in first.at]
     if (first.kind != MODEL_FILE and degrees.sharding > 1) or "shard" in first.at:
         order.append("shard")
@@ -280,13 +282,13 @@ class Param(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: DType | None
-    distributed: bool  # is it a part (or an expert rank's own)?
-    no_sync: bool  # an expert's
+    distributed: bool  # it is a part of the parameter, or an expert of one rank
+    no_sync: bool  # its gradients are not synchronised: an expert's
 
 
 @dataclass(frozen=True, slots=True)
 class StageMeta:
-    """Of one (tp, pp, ep)."""
+    """The meta of one (tp, pp, ep)."""
 
     names: Mapping[str, str]  # structured -> static
     params: Mapping[str, Param]
@@ -297,20 +299,23 @@ class StageMeta:
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """degrees: dim -> size, of those stated. stages: by (tp, pp, ep)."""
+    """The content of `model_meta.json`, or of the older files."""
 
-    degrees: Mapping[str, int] = field(default_factory=dict)
-    stages: Mapping[tuple[int, int, int], StageMeta] = field(default_factory=dict)
+    degrees: Mapping[str, int] = field(default_factory=dict)  # dim -> size, of those that are stated
+    stages: Mapping[tuple[int, int, int], StageMeta] = field(default_factory=dict)  # by (tp, pp, ep)
     files: tuple[str, ...] = ()
 
     @property
     def strategy(self) -> str:
+        """The sharding version, `v1` or `v2`; "" if no stage states one."""
         return next((stage.strategy for stage in self.stages.values() if stage.strategy), "")
 
 
 def read_meta(tree: Tree) -> Meta:
-    """The metas of a folder; an empty one where it has none. Raises CorruptFile E1311, what JSON raises, and
-    InconsistentCheckpoint E1312 for numbers that can't be of one job."""
+    """The meta of a folder; an empty one if it has none.
+
+    Raises CorruptFile E1311, what JSON raises, and InconsistentCheckpoint E1312 for numbers that contradict each other.
+    """
     if tree.single is not None:
         return Meta()
 
@@ -347,7 +352,7 @@ def read_meta(tree: Tree) -> Meta:
 
 
 def meta_json(degrees: JobDegrees, stages: Mapping[tuple[int, int, int], StageMeta]) -> bytes:
-    """The meta as Paddle writes it. The degree of expert sharding is 0 where there are no expert ranks."""
+    """`model_meta.json` as Paddle writes it. The degree of expert sharding is 0 if there are no expert ranks."""
     config = {key: getattr(degrees, dim) for key, dim in _DEGREES.items()}
     if degrees.ep == 1:
         config["moe_sharding_degree"] = 0
@@ -362,7 +367,7 @@ def meta_json(degrees: JobDegrees, stages: Mapping[tuple[int, int, int], StageMe
 
 
 def _describe_stage(stage: StageMeta) -> dict[str, Any]:
-    """What the meta states of one (tp, pp, ep), in the order in which Paddle writes it."""
+    """The meta of one (tp, pp, ep) as JSON, with keys in Paddle's order."""
     params = {}
     for name, param in stage.params.items():
         dtype_number = _NUMBERS[param.dtype.name] if param.dtype else 0
@@ -384,7 +389,7 @@ def _malformed_error(what: str, shown: str, key: str | None = None) -> CorruptFi
 
 
 def _mapping(value: Any, key: str, shown: str, kind: type = object) -> dict[str, Any]:
-    """Member `key` of an object, an object itself whose values are of `kind`."""
+    """Member `key` of a JSON object: an object whose values are of `kind`. Raises CorruptFile E1311."""
     inner = value.get(key) if isinstance(value, dict) else None
     if not isinstance(inner, dict):
         raise _malformed_error(f"{key} is missing, or no object", shown)
@@ -439,7 +444,7 @@ def _param(name: str, item: list[Any], shown: str) -> Param:
 
 
 def _check_degrees(meta: Meta, shown: str) -> None:
-    """Do the degrees go together, and is every rank of the grid described?"""
+    """Raise InconsistentCheckpoint E1312 if degrees contradict each other, or the ranks described do not match them."""
     tp, pp, ep = (meta.degrees.get(dim, 1) for dim in ("tp", "pp", "ep"))
     sharding = meta.degrees.get("sharding", 1)
     moe = meta.degrees.get("moe_sharding", 1)
