@@ -1,7 +1,7 @@
-"""Catalog: what a checkpoint holds, read from headers alone, and the checks that it is whole.
+"""Catalog: the contents of a checkpoint, read from headers alone, and the checks that it is complete.
 
-A catalog of 92,000 tensors must open in a fraction of a second, so `tensors` is any Mapping: readers of plain
-formats give a lazy one that makes a `LogicalTensor` when asked (`systems.hub.safetensors.format`), and `rows()` lists
+A catalog of 92,000 tensors must open in a fraction of a second, so `tensors` may be any Mapping: readers of plain
+formats use a lazy one that makes a `LogicalTensor` on access (`systems.hub.safetensors.format`), and `rows()` lists
 names, shapes and sizes without making any.
 """
 
@@ -21,7 +21,7 @@ from ckpt_tool.core.missing import is_collecting, report_missing
 from ckpt_tool.core.tensor import Chunk, LogicalTensor, TensorKey, plainly_tile
 from ckpt_tool.errors import CkptError, Incomplete, InconsistentCheckpoint
 
-PEERS = 4096  # tensors that are looked at to find out which file lacks a part of another
+PEERS = 4096  # tensors that are compared, at most, to find out which file should hold a missing part
 
 
 class CatalogRow(NamedTuple):
@@ -41,23 +41,22 @@ class Note(NamedTuple):
     message: str
     path: str | None = None
     key: str | None = None
-    fault: CkptError | None = None  # why a file was left out, where an error says it: `ckpt verify` judges it
+    fault: CkptError | None = None  # the error because of which a file was left out, if any: `ckpt verify` reports it
 
 
 class Unread(NamedTuple):
-    """A tensor that is there and that no reader gives: an object of a foreign class holds it, or its parts make no
-    whole."""
+    """A tensor that exists but can't be read: an object of an unknown class holds it, or its parts are incomplete."""
 
     key: TensorKey
     shown: str  # its dtype and shape, for people
     kind: str = ""  # the full name of the object's class
-    lines: tuple[str, ...] = ()  # those of `Catalog.unsafe` that say so, of each file that holds a part
-    fault: CkptError | None = None  # what is raised where it is asked for, if nothing asks for code
+    lines: tuple[str, ...] = ()  # the lines of `Catalog.unsafe` about it, from each file that holds a part
+    fault: CkptError | None = None  # raised if the tensor is asked for; None if reading it would need unsafe code
 
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """A whole checkpoint as values."""
+    """A checkpoint as plain values: its tensors, everything else that it contains, and what the reader noticed."""
 
     format: str
     tensors: Mapping[TensorKey, LogicalTensor]  # in the source's own order
@@ -71,20 +70,20 @@ class Catalog:
     # globals of tier 3 (see `pickles.pickle_reader`), as `module.name at FILE, opcode N`; `inspect` shows them, every
     # other verb refuses
     unsafe: tuple[str, ...] = ()
-    # what a format wants to remember for writing itself again (key prefixes, item style)
+    # what a format has to remember in order to write the same layout again (key prefixes, item style)
     hints: Hints = Hints()
     # layout-free digests that the source recorded for its tensors
     digests: Mapping[TensorKey, str] = field(default_factory=dict)
     # index files, which say what box is in which file, if the format has them: a box they leave out is in no file
     indexes: tuple[str, ...] = ()
-    # tensors of the states whose values no reader gives; `inspect` names them, and who leaves their states behind can
-    # have the rest. Of what a format does not list here `unsafe` has lines alone.
+    # Tensors that can't be read. `inspect` lists them, and a user who drops their states can convert the rest. For
+    # unreadable tensors that a format does not list here, there are only lines in `unsafe`.
     unread: tuple[Unread, ...] = ()
-    # the one number of steps of an optimizer whose parameters have none of their own, which the extras have at its path
+    # An optimizer's step count, if it has one for all parameters; the extras contain it at the tensor's path.
     count: LogicalTensor | None = None
 
     def rows(self) -> Iterator[CatalogRow]:
-        """Every tensor as a row, without touching chunks where the table allows it."""
+        """Every tensor as a row, without making its chunks if the table can do so."""
         quick = getattr(self.tensors, "rows", None)
         if quick is not None:
             yield from quick()
@@ -93,13 +92,13 @@ class Catalog:
             yield CatalogRow(tensor.key.name, tensor.key.state, tensor.dtype, tensor.shape, tensor.nbytes)
 
     def states(self) -> tuple[str, ...]:
-        """The states in order of first sight."""
+        """The states in the order of their first tensor."""
         if hasattr(self.tensors, "rows"):
             return tuple(dict.fromkeys(row.state for row in self.rows()))
         return tuple(dict.fromkeys([key.state for key in self.tensors]))
 
     def check(self) -> None:
-        """Raise unless every tensor's boxes tile it. All faults at once."""
+        """Raise an error with all faults unless every tensor's boxes tile it."""
         list_parted = getattr(
             self.tensors, "parted", None
         )  # tables know which lie in parts: all others are one whole array
@@ -122,7 +121,7 @@ class Catalog:
             )
 
     def _report_holes(self, faults: Sequence[CkptError]) -> None:
-        """Report every tensor of which elements are in no file, and how many bytes are missing."""
+        """Report each tensor with elements that are in no file, and how many bytes of it are missing."""
         faults_by_key = {str(fault.key): fault for fault in faults}
         for key, tensor in self.tensors.items():
             fault = faults_by_key.get(str(key))
@@ -133,7 +132,7 @@ class Catalog:
 
 
 def faults_of(tensors: Iterable[LogicalTensor], indexes: Sequence[str] = ()) -> Iterator[CkptError]:
-    """Every tensor whose chunks leave the tensor, leave a gap or overlap. tensors: to be gone through more than once.
+    """A fault for every tensor whose chunks leave the tensor, leave a gap or overlap. `tensors` is iterated twice.
 
     A gap is attributed to the file that should fill it: the index that leaves it out, if the format has one
     (`indexes`), else the file that holds the same part of similar tensors.
@@ -155,7 +154,7 @@ def faults_of(tensors: Iterable[LogicalTensor], indexes: Sequence[str] = ()) -> 
 def _add_location(
     fault: CkptError, tensor: LogicalTensor, sound: Sequence[LogicalTensor], indexes: Sequence[str]
 ) -> CkptError:
-    """The fault with the file that lacks a part of the tensor, as its path and in its message."""
+    """The fault, with the file that should hold the missing part added to its path and message."""
     primary = [chunk for chunk in tensor.chunks if chunk.replica == 0]
     hole = first_hole(tensor.shape, [chunk.box for chunk in primary])
     if hole is None:
@@ -198,7 +197,7 @@ def _holders(tensor: LogicalTensor, sound: Sequence[LogicalTensor]) -> tuple[lis
 
 
 def _parts(tensor: LogicalTensor) -> dict[tuple[Any, ...], str]:
-    """(file, where each chunk begins and ends along each dim, as a share of its extent) -> file."""
+    """(file, begin and end of the chunk along each dim, as reduced fractions of the tensor's size) -> file."""
     parts = {}
     for chunk in tensor.chunks:
         if chunk.box.numel:
@@ -210,6 +209,7 @@ def _parts(tensor: LogicalTensor) -> dict[tuple[Any, ...], str]:
 
 
 def _fault_of(tensor: LogicalTensor) -> CkptError | None:
+    """The fault of a tensor whose chunks do not tile it, None if they do."""
     chunks = tensor.chunks
     alone = len(chunks) == 1 and chunks[0].box.shape == tensor.shape and not any(chunks[0].box.offset)
     if alone or plainly_tile(chunks, tensor.shape):

@@ -1,4 +1,4 @@
-"""Target: a whole output as values, known before the first byte moves.
+"""Target: a complete output as values, known before the first byte is written.
 
 A format turns `Wanted` and a `Layout` into files: their sizes, the literal bytes of their heads, and where each box
 of each tensor goes. Numbers that only exist once the values have moved (a zip record's CRC, a tensor's digest) are
@@ -7,9 +7,9 @@ of each tensor goes. Numbers that only exist once the values have moved (a zip r
     TargetFile("model.safetensors", size=8 + 96 + 24, literals=((0, head),),
                arrays=(TargetArray(tensor=0, box=whole((2, 3)), offset=104),))
 
-Two million boxes on thousands of ranks are not listed to be counted: a format that knows sizes without making heads
-gives `Later`s in their place, and `Places`, which answer for one tensor at a time. Where a run would look at them again
-and again they are `LazySequence`.
+Two million boxes on thousands of ranks are not listed just to be counted: a format that knows sizes without making
+heads gives `Later`s in their place, and `Places`, which answer for one tensor at a time. Sequences that a run accesses
+again and again are `LazySequence`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Later(Sequence[T]):
 
 
 class LazySequence(Later[T]):
-    """A sequence that is made when it is first looked at, and kept from then on."""
+    """A sequence that is computed on first access and kept from then on."""
 
     def __init__(self, make: Callable[[], Sequence[T]]) -> None:
         super().__init__(cache(make))
@@ -130,11 +130,11 @@ class Places(Protocol):
 
 
 class Target(NamedTuple):
-    """Every file of the output. `single`: the output is one file of this name, not a folder."""
+    """Every file of the output."""
 
     format: str
     files: tuple[TargetFile, ...]
-    single: str | None = None
+    single: str | None = None  # the output is one file of this name, not a folder
     notes: tuple[str, ...] = ()
     # Given if the files' arrays are `Later`s: the same answers, tensor by tensor. With it, a plan that is only shown is
     # summed by groups.
@@ -147,7 +147,7 @@ class Target(NamedTuple):
         return sum(file.size for file in self.files)
 
     def noted(self, *lines: str) -> Target:
-        """Itself with more lines for the report."""
+        """The target with more notes for the report."""
         return self._replace(notes=(*self.notes, *lines)) if lines else self
 
 
@@ -171,16 +171,16 @@ def pick_group(values: Iterable[Any], group: type[G]) -> G:
 
 
 class LayoutWish(NamedTuple):
-    """What is wished of a format with a layout of its own (`formats.base.Holds.own_layout`)."""
+    """The user's wishes for a format with a layout of its own (`formats.base.Holds.own_layout`)."""
 
-    degrees: Degrees = Degrees()  # what is known of them
+    degrees: Degrees = Degrees()  # the parallel degrees, as far as they are known
     zero: int | None = None  # the ZeRO stage, 0 to 3
     pp_split: tuple[int, ...] = ()  # layers of each stage, () for even ones
     config: Mapping[str, Any] | None = None  # the model's
     vocab_size: int | None = None
     removed: frozenset[TensorKey] = frozenset()  # the keys that were removed by pattern
     cast: bool = False  # has the model's dtype been chosen (`--dtype`)?
-    of_systems: tuple[Any, ...] = ()  # the options that one system has, a value of each group that was given
+    of_systems: tuple[Any, ...] = ()  # options of single systems, one value for each group that was given
 
     def of(self, group: type[G]) -> G:
         """The options of one system, by their group; defaults if none were given."""
@@ -189,7 +189,7 @@ class LayoutWish(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the output shall hold, before any format has laid it out."""
+    """The contents of the output, before a format has chosen files and offsets."""
 
     tensors: tuple[WantedTensor, ...]
     # extras, hints: the source catalog's (see `core.catalog`), less what was dropped by name

@@ -1,4 +1,4 @@
-"""`ckpt delta`: from two checkpoints to a folder of what changed.
+"""`ckpt delta`: writes a folder of the changes between two checkpoints.
 
     BASE, NEW -> pairs of tensors -> frames in nameless spools -> files, index, one rename
 
@@ -74,10 +74,10 @@ class HeldTensor(NamedTuple):
 
 
 class TensorPair(NamedTuple):
-    """A tensor as it was and as it is."""
+    """A tensor in the base and in the new checkpoint."""
 
     name: str
-    old: HeldTensor | None  # None for as many zeros
+    old: HeldTensor | None  # None: the base has no counterpart, so the new bytes are compared with zeros
     new: HeldTensor
 
 
@@ -129,6 +129,7 @@ def make(base: str, new: str, dst: str, reading: Reading, wanted: Making, progre
         notes += pair_notes
         numbers = [None, None]
 
+    # A delta that `ckpt prune` does not find can't keep it from deleting the base.
     if old_source.tree.local and not is_found_by_prune(str(destination), str(old_source.tree.root)):
         run_folder = os.path.dirname(old_source.tree.root)
         notes.append(
@@ -174,6 +175,7 @@ def _document(
     notes: Sequence[str],
     dropped: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
+    """The report's document, as far as it is known before anything is read; the run fills in the rest."""
     read = sum(entry.tensor.nbytes for pair in pairs for entry in (pair.old, pair.new) if entry is not None)
     return {
         "schema_version": 1,
@@ -213,12 +215,14 @@ def _path_to(base: Tree, destination: Path) -> str:
 
 
 def _step(path: str) -> int | None:
+    """The number of the step that a folder is named after, None for other names."""
     step = step_of(path.rstrip("/").rpartition("/")[2])
     return step.number if step is not None else None
 
 
 def _versions(wanted: Making, numbers: Sequence[int | None], base: str, dst: str) -> tuple[int, int]:
-    """(version, base version): as asked, as two steps are numbered, or as slime calls its folders."""
+    """(version, base version): those of `--weight-version`, else the numbers of the two steps, else those in the names
+    that slime gives its folders (`weight_v000012`), else 1 and 0."""
     old_version, new_version = numbers
     if wanted.weight_version is not None:
         if wanted.weight_version < 1:
@@ -239,11 +243,13 @@ def _versions(wanted: Making, numbers: Sequence[int | None], base: str, dst: str
 def _pair_models(
     old: Chosen, new: Chosen, base: str, path: str
 ) -> tuple[list[TensorPair], list[dict[str, Any]], list[str]]:
-    """(the pairs, what is left out, lines for the report). Raises InconsistentCheckpoint E2615 unless both hold the
-    same tensors in name, shape and dtype."""
+    """(the pairs, entries for what is dropped, notes for the report). Raises InconsistentCheckpoint E2615 unless both
+    models have the same tensors by name, shape and dtype."""
     old_model = old.model
     notes = [*old.notes, *new.notes]
     dropped = [entry for entry in new.dropped if entry.get("tensors") or entry.get("names")]
+    # Trainers pad vocabularies. If those of the new checkpoint have more rows than the base's, they are cut to the same
+    # number of rows, unless the base's vocabularies differ in it.
     rows = {
         name: row.tensor.shape[0]
         for name, row in new.model.items()
@@ -285,6 +291,7 @@ def _pair_models(
 
 
 def _unlike(one: LogicalTensor, other: LogicalTensor) -> str:
+    """How two tensors differ in dtype or shape, in words; "" if they don't."""
     if one.dtype != other.dtype:
         return f"{one.dtype.name} and {other.dtype.name}"
     return f"{list(one.shape)} and {list(other.shape)}" if one.shape != other.shape else ""
@@ -305,7 +312,8 @@ class Frames:
         self._lock = threading.Lock()
 
     def fill(self, pairs: Sequence[TensorPair], progress: Progress) -> None:
-        """Read and encode. Raises SourceChanged where a source is not what it was at the beginning."""
+        """Read and encode all pairs. Raises SourceChanged if a source changed since it was opened."""
+        # A reader reads one tree, so pairs are read together if their tensors are in the same two trees.
         groups: dict[tuple[int, int], list[TensorPair]] = {}
         for pair in pairs:
             groups.setdefault((id(pair.old.tree) if pair.old else 0, id(pair.new.tree)), []).append(pair)
@@ -324,6 +332,7 @@ class Frames:
         progress.finish()
 
     def _group(self, names: Mapping[int, str], new: Readable, old: Readable | None, progress: Progress) -> None:
+        """Encode the pairs of two readers, a tensor a thread. names: by the identity of the new reader's move."""
         twins = {} if old is None else {id(a): b for a, b in zip(new.moves, old.moves, strict=True)}
         beside = None if old is None else CheckedRecords(old.files, old.records)
 
@@ -361,7 +370,7 @@ class Frames:
         walk(new, visit, threads=self._wanted.threads, progress=progress, beside=beside)
 
     def _spool(self) -> Spool:
-        """This thread's."""
+        """The spool of the calling thread, so that threads need no lock to write."""
         spool: Spool | None = getattr(self._own, "spool", None)
         if spool is None:
             spool = self._own.spool = Spool(self._folder)
@@ -374,7 +383,7 @@ class Frames:
             self.made[name] = made, self._own.spool
 
     def pieces(self, name: str) -> Iterator[bytes]:
-        """A frame's bytes."""
+        """The bytes of a frame, piece by piece."""
         delta_tensor, spool = self.made[name]
         offset, remaining = delta_tensor.frame or (0, 0)
         while remaining:
@@ -404,7 +413,7 @@ def _write(
     wanted: Making,
     replaced: ReplacedOutput,
 ) -> dict[str, int]:
-    """Write and commit. Returns file -> bytes."""
+    """Write the delta's files and its index, and commit. Returns file -> bytes."""
     sizes: dict[str, int] = {}
     digests: dict[str, str] = {}
     for pair in pairs:

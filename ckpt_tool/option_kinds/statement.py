@@ -1,4 +1,4 @@
-"""An option, stated once: a field of the dataclass that carries its value to the command.
+"""Options, each declared once: as a field of the dataclass that carries its value to the command.
 
     @dataclass(frozen=True, slots=True)
     class Reading:
@@ -27,30 +27,30 @@ G = TypeVar("G")
 
 
 class Option(NamedTuple):
-    """One option."""
+    """An option of the command line, which is a keyword of the Python functions too."""
 
     section: Section
     help: str
-    parse: Callable[[Any], Any]  # text, or the value itself, as the value; raises BadValue
-    metavar: str = ""
+    parse: Callable[[Any], Any]  # the value of a text, or of a value given in Python; raises BadValue
+    metavar: str = ""  # what the help calls the value
     # `values` may be repeated, a `pair` takes two words, a `switch` is on, off (its last name) or left alone, a `count`
     # counts how often it is given
     kind: Kind = "value"
-    keyword: str = ""
-    names: tuple[str, ...] = ()
+    keyword: str = ""  # "": the name of the field
+    names: tuple[str, ...] = ()  # spellings on the command line; (): `--` and the keyword
     default: bool | None = False  # of a flag or a switch
     choices: tuple[str, ...] = ()
-    # of the group, that it fills: whole, or with `entry` under its own keyword in a mapping, or with `constant` where
-    # it is given
+    # The field of the group that receives the value: as it is; with `entry` under the option's keyword in a mapping;
+    # with `constant` that constant, if the option is given.
     field: str = ""
     entry: bool = False
     constant: str | None = None
-    system: str = ""  # the system that it is for alone, which is its heading in the help
+    system: str = ""  # the only system that it is for, which is its heading in the help
     by_format: bool = False  # only some formats can use it (`formats.base.Holds.uses_options`)
     renames: bool = False  # it changes names or structure, which some verbs keep
 
     def of(self, name: str) -> Option:
-        """The option as field `name` states it: with the keyword and the spelling that were left open."""
+        """The option with the keyword and the spelling that follow from the field's name, unless they are given."""
         keyword = self.keyword or name
         names = self.names or ("--" + keyword.rstrip("_").replace("_", "-"),)
         if self.kind == "switch":
@@ -63,16 +63,16 @@ class Option(NamedTuple):
         return self.system or self.section.title
 
     def usage(self) -> str:
-        """What it takes, for a value that can't be: `--tp N: Write for N tensor parallel ranks: --tp 8.`"""
+        """The hint for a bad value: `--tp N: Write for N tensor parallel ranks: --tp 8.`"""
         return f"{self.names[0]} {self.metavar}".strip() + f": {self.help}"
 
     def accepts(self) -> str:
-        """The Python type of the keyword: what the parser's annotation says."""
+        """The Python type of the keyword, in words, from the annotation of the parser."""
         known = getattr(self.parse, "__annotations__", {"value": "bool"})["value"]
         return known if self.kind == "flag" else f"{known} | None"
 
     def fill(self, values: dict[str, Any], found: Any) -> None:
-        """Put a parsed value into the fields of its group. Raises BadValue where another option says otherwise."""
+        """Put a parsed value into the fields of its group. Raises BadValue if another option gave a different value."""
         if self.entry:
             values.setdefault(self.field, {})[self.keyword] = found
         elif self.constant is None:
@@ -87,7 +87,7 @@ class Option(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A heading of the help, and what states the options under it: each method gives what a field is set to.
+    """A heading of the help. Its methods declare options under it: each returns what a field is set to.
 
     part: distinguishes two that share a heading. keyword, names: if they are not the field's own.
     """
@@ -111,7 +111,7 @@ class Section(NamedTuple):
         by_format: bool = False,
         renames: bool = False,
     ) -> Any:
-        """An option with a value; of kind `values` it may be repeated. also: what else fills the field."""
+        """An option with a value; of kind `values` it may be repeated. also: further options that fill the field."""
         stated = Option(
             self,
             help,
@@ -136,7 +136,7 @@ class Section(NamedTuple):
         meant: Mapping[str, str] | None = None,
         **more: Any,
     ) -> Any:
-        """An option whose value is one of `choices`. meant: other words for them, which a hint translates."""
+        """An option whose value is one of `choices`. meant: other word -> the choice that the hint then names."""
         return self.option(help, one_of(choices, meant), metavar or "|".join(choices), choices=choices, **more)
 
     def flag(self, help: str, *, names: tuple[str, ...] = ()) -> Any:
@@ -144,11 +144,11 @@ class Section(NamedTuple):
         return _field(False, Option(self, help, bool, kind="flag", names=names))
 
     def switch(self, help: str, *, default: bool | None) -> Any:
-        """`--name`, `--no-name`, or left alone."""
+        """A pair of flags, `--name` and `--no-name`; without either the value is `default`."""
         return _field(default, Option(self, help, bool, kind="switch", default=default))
 
     def counter(self, help: str, *, names: tuple[str, ...]) -> Any:
-        """An option that is given once or more."""
+        """An option whose value is the number of times it is given, such as `-vv`."""
         return _field(0, Option(self, help, int, kind="count", names=names))
 
     def each(self, helps: Mapping[str, str], parse: Callable[[Any], Any], metavar: str) -> Any:
@@ -161,8 +161,8 @@ class Section(NamedTuple):
         return Option(self, help, bool, kind="flag", keyword=keyword, constant=constant)
 
 
-# in the order of the help
-OPTIONS = Section("Options")  # of one verb alone
+# Sections in the order of the help. Two with the same title share a heading.
+OPTIONS = Section("Options")  # options of a single verb
 TO = Section("Options", "to")
 LAYOUT = Section("Layout")
 TRAVEL = Section("What is written")
@@ -175,7 +175,7 @@ SECTIONS = (OPTIONS, TO, LAYOUT, TRAVEL, KEYS, READING, RUN, PLAN, REPORTING)
 
 
 def ordered_headings(headings: Iterable[str]) -> list[str]:
-    """Headings in the order of the help: the sections, then what is for one system alone, by its name."""
+    """Headings in the order of the help: the sections, then the systems by name."""
     present = set(headings)
     titles = dict.fromkeys(section.title for section in SECTIONS)
     sections = [title for title in titles if title in present]
@@ -183,26 +183,30 @@ def ordered_headings(headings: Iterable[str]) -> list[str]:
 
 
 def carried(groups: Callable[[], tuple[type, ...]]) -> Any:
-    """A field that holds a value of each of some more groups, whose options belong to the group of the field."""
+    """A field that holds a value of each of some other groups. Their options are added to those of the field's group.
+
+    groups: called whenever the groups are needed, so that they can be imported late.
+    """
     return field(
         default_factory=lambda: tuple(group() for group in groups()), metadata={"options": (), "groups": groups}
     )
 
 
 def groups_within(group: Any) -> tuple[type, ...]:
-    """The groups whose options belong to this one: those that its fields carry, after itself."""
+    """The group itself and those that its fields carry, whose options belong to it too."""
     inside = [inner for each in fields(group) if "groups" in each.metadata for inner in each.metadata["groups"]()]
     return (group, *inside)
 
 
 def _field(default: Any, *options: Option) -> Any:
+    """A dataclass field with the options that fill it in its metadata."""
     if isinstance(default, dict):
         return field(default_factory=dict, metadata={"options": options})
     return field(default=default, metadata={"options": options})
 
 
 def options_of(*groups: type) -> dict[str, Option]:
-    """Keyword -> option of some groups. Where two have one keyword, it is the later group's."""
+    """The options of some groups by keyword. If two groups have the same keyword, the later one wins."""
     return {option.keyword: option for group in groups for option in _of_group(group)}
 
 
@@ -217,7 +221,7 @@ def own_options(group: Any) -> Iterable[Option]:
 
 
 def options_given(value: Any) -> Iterable[tuple[str, Option]]:
-    """(field, its option) of a group's value, and of those that it carries, where the field has not its default."""
+    """(field, its option) for each field that differs from its default, in a value and those that it carries."""
     for each in fields(value):
         found = getattr(value, each.name)
         if "groups" in each.metadata:
@@ -231,8 +235,8 @@ def options_given(value: Any) -> Iterable[tuple[str, Option]]:
 
 
 def words_of(value: Any, section: Section) -> list[str]:
-    """The words of a line that gives the options of one section what a group's value has. What has its default is left
-    out."""
+    """The words of a command line that would give a group's value its present fields, for the options of one section.
+    Fields with their defaults are left out."""
     words: list[str] = []
     for each in fields(value):
         found = getattr(value, each.name)
@@ -250,7 +254,7 @@ def words_of(value: Any, section: Section) -> list[str]:
 
 
 def words_given(given: Mapping[str, Any], options: Mapping[str, Option]) -> list[str]:
-    """The words of a line for what was given by keyword, of the options that are stated."""
+    """The words of a command line for values given by keyword; keywords that are not among `options` are left out."""
     words: list[str] = []
     for keyword, value in given.items():
         option = options.get(keyword)
@@ -268,10 +272,11 @@ def words_given(given: Mapping[str, Any], options: Mapping[str, Option]) -> list
 
 
 def values_of(given: Mapping[str, Any], *groups: type[G]) -> list[G]:
-    """A value of each group from keywords; what is missing or None has its default.
+    """A value of each group from keywords; a keyword that is missing or None leaves the default.
 
     Raises one UsageError (E0280) with every fault: unknown keywords, bad values, options that contradict each other.
     """
+    # The option of each keyword, and the group whose value it is part of.
     owners: dict[str, tuple[Option, type]] = {
         option.keyword: (option, inner)
         for group in groups
@@ -321,5 +326,5 @@ def _value(group: type[G], values: Mapping[type, Mapping[str, Any]]) -> G:
 
 
 def value_of(given: Mapping[str, Any], group: type[G]) -> G:
-    """The value of one group. Raises UsageError as `values_of`."""
+    """The value of one group from keywords. Raises UsageError as `values_of`."""
     return values_of(given, group)[0]

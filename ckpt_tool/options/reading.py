@@ -1,4 +1,4 @@
-"""How a source is read, what is listed of it, and how any result is shown: all that `ckpt inspect` loads."""
+"""The options for reading a source, for listing its contents and for showing a result: all that `ckpt inspect` has."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from ckpt_tool.option_kinds.statement import OPTIONS, READING, REPORTING
 from ckpt_tool.option_kinds.values import count, output, patterns, positive, text, words
 
 FORMATS = tuple(entries())
-CALLED = {word: entry.name for entry in entries().values() for word in entry.called}  # what people type -> a format
+# Other words that people type for a format -> its name.
+CALLED = {word: entry.name for entry in entries().values() for word in entry.called}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class Inspection:
     states: tuple[str, ...] = OPTIONS.option(
         "List only this state: --state model. Repeatable.", words, "S", kind="values", keyword="state", default=()
     )
-    # levels of the tree, None for what is best seen
+    # Levels of the tree; None for as many as are easy to read.
     depth: int | None = OPTIONS.option(
         "Show this many levels of the tree of names: --depth 2. Default: as many as are easy to read.", count, "N"
     )

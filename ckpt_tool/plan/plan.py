@@ -25,7 +25,7 @@ PLAN_VERSION = 2
 
 
 class SourceFile(NamedTuple):
-    """A source file as the plan saw it: root as the user gave it, path below it, identity, CRC records in use."""
+    """A source file as the plan saw it: root as the user gave it, path below the root, and identity."""
 
     root: str
     path: str
@@ -50,7 +50,7 @@ class Extent(NamedTuple):
 
 
 class Move(NamedTuple):
-    """One tensor from its sources to its outputs. numel counts line elements of `item` bytes on the source side."""
+    """One tensor on its way from the sources to the outputs. `numel` elements of `item` bytes are read."""
 
     key: TensorKey
     shape: tuple[int, ...]
@@ -101,7 +101,7 @@ class Moves(Sequence[Move]):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A whole run."""
+    """Everything that a run will do."""
 
     sources: tuple[SourceFile, ...]
     records: tuple[Record, ...]
@@ -130,8 +130,9 @@ class Plan:
 
     def identifier(self) -> str:
         """A hash of everything that decides the output's bytes: the same command on the same sources gives it again."""
-        import hashlib  # OpenSSL behind it takes longer to load than a plan without a run to make
+        import hashlib  # imported late: loading OpenSSL takes longer than planning
 
+        # Moves that are made on access know their hash; listing them to compute it would take much longer.
         if isinstance(self.moves, Moves):
             rest = [self.sources, self.records, self.format, self.single, self.destination, self.options, self.report]
             document: Any = [PLAN_VERSION, self.moves.identity, *rest]

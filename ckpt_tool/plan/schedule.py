@@ -70,8 +70,8 @@ def build_moves(
 def _build_moves_by_group(
     stored: Sequence[Stored], wanted: Wanted, target: Target, places: Places, file_number: FileNumber
 ) -> tuple[Sequence[Move], tuple[Record, ...], Sequence[Sequence[Extent]]]:
-    """The same where moves and extents are built only when they are asked for. Groups are checked at once, files when
-    their extents are built."""
+    """`build_moves` for a target whose moves and extents are built only when they are accessed. Groups of tensors are
+    checked at once, files when their extents are built."""
     for group, (_, tensor) in places.groups().items():
         _check_cover(wanted.tensors[tensor], [box for box in places.boxes(group) if box.numel], set())
 
@@ -87,6 +87,7 @@ def _build_moves_by_group(
     records = {Record(file_number(source, path), *crc): None for source, path, crc in chunks_read if crc is not None}
 
     def list_arrays(file: TargetFile) -> list[Extent]:
+        """The arrays of a file, checked for overlaps."""
         extents = _list_extents(file, wanted)
         _check_disjoint(file, extents, wanted)
         return extents
@@ -115,7 +116,7 @@ def _check_paths(target: Target, wanted: Wanted) -> None:
 
 
 def _list_extents(file: TargetFile, wanted: Wanted) -> list[Extent]:
-    """The file's arrays, from the first to the last byte of each."""
+    """The extents of the file's arrays, from the first to the last byte of each."""
     extents: list[Extent] = []
     known_reaches: dict[tuple[object, ...], int] = {}  # layers and experts repeat
     for array in file.arrays:
@@ -160,6 +161,7 @@ def _check_disjoint(file: TargetFile, extents: Sequence[Extent], wanted: Wanted)
 
 
 def _make_comb(array: TargetArray, item: WantedTensor) -> Comb | None:
+    """The comb of an array with gaps, whose other bytes may belong to other arrays; None for an array without gaps."""
     if array.strides is None:
         return None
     size = max(1, item.dtype.bits // 8)
@@ -167,7 +169,7 @@ def _make_comb(array: TargetArray, item: WantedTensor) -> Comb | None:
 
 
 def _check_cover(item: WantedTensor, boxes: Sequence[Box], checked_layouts: set[tuple[object, ...]]) -> None:
-    """The distinct boxes of a wanted tensor tile it. checked_layouts: cases that passed already."""
+    """Check that the distinct boxes of a wanted tensor tile it. checked_layouts: cases that passed already."""
     if len(boxes) == 1 and boxes[0].shape == item.shape:
         return
 
@@ -181,7 +183,7 @@ def _check_cover(item: WantedTensor, boxes: Sequence[Box], checked_layouts: set[
 
 
 class MoveRange(NamedTuple):
-    """Elements [start, stop) of move number `move`'s line."""
+    """Elements [start, stop) of the line of move number `move`."""
 
     move: int
     start: int
@@ -189,7 +191,7 @@ class MoveRange(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """One share of work."""
+    """A share of the work, for one thread."""
 
     files: frozenset[int]  # the output files it writes
     items: tuple[MoveRange, ...]
@@ -197,7 +199,10 @@ class Unit(NamedTuple):
 
 
 def units(moves: Sequence[Move], *, size: int = UNIT) -> tuple[Unit, ...]:
-    """Shares of about `size` bytes, in order of the first source bytes they read. Derived from `moves` alone."""
+    """Cut the moves into shares of about `size` bytes, ordered by the first source bytes they read.
+
+    The result depends on `moves` alone, so that shares of a plan are the same on every machine.
+    """
     open_units: dict[frozenset[int], tuple[list[MoveRange], int]] = {}  # by the files that they write
     done: list[Unit] = []
     order = sorted(range(len(moves)), key=lambda i: _first_byte(moves[i]))
@@ -220,6 +225,7 @@ def units(moves: Sequence[Move], *, size: int = UNIT) -> tuple[Unit, ...]:
 
 
 def _first_byte(move: Move) -> tuple[int, int]:
+    """(source file, offset) where the move begins to read; moves without elements come first."""
     return min(((region.file, region.offset) for region in move.sources), default=(0, 0))
 
 

@@ -31,15 +31,15 @@ _Have = Mapping[tuple[str, str, int, int | None], str]
 
 
 class Checked(NamedTuple):
-    """What is known of a checkpoint's files before it is opened."""
+    """The result of the comparison, which takes place before the checkpoint is opened."""
 
-    faults: list[CkptError]  # what is wrong
-    said: dict[str, dict[str, Any] | None]  # `signature` and `attestation` for the document, None for what is not there
-    trees: tuple[Tree, ...]  # whose files were hashed: they may not change before they are read
+    faults: list[CkptError]
+    said: dict[str, dict[str, Any] | None]  # `signature` and `attestation` for the document, None if there is none
+    trees: tuple[Tree, ...]  # trees whose files were hashed: they may not change before they are read
 
 
 class _Claim(NamedTuple):
-    """A statement that was read."""
+    """A statement that was read, and the files that it names."""
 
     name: str  # what messages call it
     files: ListedFile
@@ -107,6 +107,7 @@ def _find_unsigned(said: Mapping[str, dict[str, Any] | None], claims: list[_Clai
 
 
 def _nothing(why: str, path: str) -> Incomplete:
+    """The error E1688 for a check by key without anything signed."""
     return Incomplete(
         f"{why}, so that --key can't show who made it",
         code="E1688",
@@ -124,7 +125,7 @@ def _take(
     claims: list[_Claim],
     faults: list[CkptError],
 ) -> dict[str, Any]:
-    """Read a statement, signed or not, into `claims`. Returns what the document says of it; faults go to `faults`."""
+    """Read a statement, signed or not, into `claims`. Returns its entry in the document; faults go to `faults`."""
     said: dict[str, Any] = {"file": path, "files": 0, "signed": False, "key": None, "authentic": None}
     try:
         statement = bundle.document_of(raw, path)
@@ -148,6 +149,7 @@ def _take(
 
 
 def _read(path: str) -> bytes:
+    """The bytes of an attestation, up to the largest size that is accepted."""
     try:
         with open(path, "rb") as file:
             return file.read(bundle.LIMIT)

@@ -54,7 +54,7 @@ _SUM = (
 
 @dataclass(frozen=True)
 class Seal:
-    """What one run adds to its output."""
+    """The signature and the attestation that a run adds to its output."""
 
     destination: Path
     key: PrivateKey | None
@@ -72,12 +72,12 @@ class Seal:
 
     @property
     def said(self) -> dict[str, str]:
-        """What the writer's document says of it."""
+        """Its entries in the writer's document."""
         signed = {"signature": str(self.destination / SIGNATURE_FILE)} if self.key else {}
         return {**signed, **({"attestation": self.attest} if self.attest else {})}
 
     def over(self, plan: Plan, trees: Mapping[str, Tree]) -> Seal:
-        """The seal of what this plan writes. Raises UsageError E1682 where it can't have one."""
+        """The seal for the output of this plan. Raises UsageError E1682 if that can't have one."""
         if plan.single is not None:
             raise _no(
                 self.writing, "an output of one file has no folder for it", "write a folder: a name without a suffix"
@@ -91,7 +91,8 @@ class Seal:
         return replace(self, plan=plan, trees=trees, began=_now())
 
     def files(self, hashes: Mapping[str, str], result: Result) -> Iterator[tuple[str, bytes]]:
-        """See `run.executor.SealWriter`."""
+        """(name, bytes) of the files to add to the output, given the hashes of all others (`run.executor.SealWriter`).
+        The attestation comes first, so that the signature covers it."""
         if self.attest is not None:
             text = self._attestation(hashes, result)
             data = bundle.sign(text, self.key) if self.key else text + b"\n"
@@ -110,7 +111,7 @@ class Seal:
         return path.parent / f".{path.name}.ckpt-partial"
 
     def committed(self) -> None:
-        """The output has its name: the attestation gets its own. Raises OutputExists, StorageError."""
+        """Called when the output has its name: gives the attestation its own. Raises OutputExists, StorageError."""
         if self.attest is not None and not self.inside:
             replaces = self._check_attest()
             try:
@@ -119,12 +120,12 @@ class Seal:
                 raise wrap_os_error(e, self.attest, "naming the attestation") from e
 
     def failed(self) -> None:
-        """Nothing was committed: nothing of it is left."""
+        """Called when nothing was committed: removes the attestation that waits."""
         if self.attest is not None and not self.inside:
             _remove_waiting(self._waiting)
 
     def _check_attest(self) -> bool:
-        """Is an earlier attestation there, which is replaced?
+        """Is there an earlier attestation, which will be replaced?
 
         Raises OutputExists for a file at the attestation's name: E1689 without `--force`, E0511 for what is no
         attestation of ours, such as the key.
@@ -140,8 +141,10 @@ class Seal:
         return check_target(path, "--attest", is_attestation, limit=ATTESTATION_LIMIT)
 
     def _attestation(self, hashes: Mapping[str, str], result: Result) -> bytes:
+        """The statement of provenance: the output's hashes, the command, and what was read."""
         report = self.plan.report if self.plan else {}
-        version = str(vars(sys.modules[__name__.partition(".")[0]])["__version__"])  # of the package, above all rooms
+        # Taken without an import, since the package is above all its layers.
+        version = str(vars(sys.modules[__name__.partition(".")[0]])["__version__"])
         python = ".".join(map(str, sys.version_info[:3]))
         command = ["ckpt", *self.writing.command]
         target = {key: value for key, value in report.get("target", {}).items() if key != "files"}
@@ -159,7 +162,7 @@ class Seal:
         )
 
     def _sources(self) -> Iterator[dict[str, Any]]:
-        """What was read of, file by file, by place, size and time."""
+        """A descriptor for each source file: place, size and, for local files, time of modification."""
         sources = dict[str, dict[str, Any]]()
         for file in self.plan.sources if self.plan else ():
             for tree, path in self.trees[file.root].files_behind(file.path):
@@ -176,9 +179,9 @@ class Seal:
 
 
 def seal_of(writing: Writing, destination: Place, *, part: str = "") -> Seal | None:
-    """What the options ask for, None where they ask for nothing. part: the option by which others write too.
+    """The seal that the options ask for, None without such options. part: the option by which others write, too.
 
-    Raises UsageError E1680, E1681 of the key, E1682 where the output can't be sealed, OutputExists E0510, E1689,
+    Raises UsageError E1680, E1681 for the key, E1682 if the output can't be sealed, OutputExists E0510, E1689,
     StorageError.
     """
     if not writing.sign and not writing.attest:
@@ -225,12 +228,13 @@ def _below(path: str, destination: Path) -> str | None:
 
 
 def _no(writing: Writing, why: str, hint: str) -> UsageError:
+    """The error E1682 for an output that can't be signed or attested."""
     option = "--sign" if writing.sign else "--attest"
     return UsageError(f"{option} can't be had here: {why}", code="E1682", hint=hint)
 
 
 def _describe_digests(name: str, uri: str, digests: Mapping[TensorKey, str]) -> list[dict[str, Any]]:
-    """One descriptor of tensors by their digests; none where none were taken."""
+    """A descriptor with one sum over the digests of all tensors; [] if no digests were computed."""
     if not digests:
         return []
     lines = sorted(f"{key.state}\t{key.name}\t{digest}\n" for key, digest in digests.items())
@@ -240,15 +244,17 @@ def _describe_digests(name: str, uri: str, digests: Mapping[TensorKey, str]) -> 
 
 
 def _uri(shown: str) -> str:
+    """The URI of a path; a URL stays as it is."""
     return shown if scheme_of(shown) else Path(os.path.abspath(shown)).as_uri()
 
 
 def _now() -> str:
+    """The time in UTC, in the format of RFC 3339."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def _save(path: Path, data: bytes) -> None:
-    """Write and fsync the attestation that waits. Raises OutputExists E0511, StorageError."""
+    """Write and fsync the attestation under its hidden name. Raises OutputExists E0511, StorageError."""
     _remove_waiting(path)
     try:
         with open(path, "xb") as file:
@@ -267,7 +273,7 @@ def _save(path: Path, data: bytes) -> None:
 
 
 def _remove_waiting(path: Path) -> None:
-    """Remove what a run has left where an attestation waits, half of one too; anything else with the name stays."""
+    """Remove a waiting attestation, complete or cut short; any other file with that hidden name stays."""
     try:
         check_target(str(path), "--attest", lambda raw: is_attestation(raw) or is_begun(raw), limit=ATTESTATION_LIMIT)
     except CkptError:
