@@ -1,7 +1,7 @@
 """One `paddle.save` file as data, and a new one composed of pieces.
 
-The one idea: such a file is a pickle of dicts whose arrays' bytes stand plainly in it, so reading it is noting where
-each array is, and writing it is leaving holes where the bytes will go.
+The one idea: such a file is a pickle of dicts that contains the bytes of its arrays unencoded, so reading it means
+recording where each array is, and writing it means leaving gaps where the bytes will go.
 
     model_state.pdparams {"fc.weight": array, ..., "StructuredToParameterName@@": {"fc.weight": "linear_0.w_0"}}
       -> Saved(("fc.weight",), "linear_0.w_0", (8, 12), F32, (StoredArray("model_state.pdparams", 721, ...),))
@@ -71,8 +71,10 @@ class NamedTensor(NamedTuple):
 
 
 class _PickleSource(NamedTuple):
-    parts: Sequence[StoragePart]
-    data: bytes | None  # known already
+    """Where the bytes of a tensor come from."""
+
+    parts: Sequence[StoragePart]  # of wanted tensors
+    data: bytes | None  # the bytes themselves, if they are known already
 
 
 class PaddleComposer:
@@ -101,9 +103,16 @@ class PaddleComposer:
         return PaddleArray(len(self._sources) - 1, tuple(shape), dtype)
 
     def file(self, path: str, state: Mapping[str, Any], names: Mapping[str, str] | None) -> TargetFile:
-        """The file of `state`, in which the tensors made here stand. names: the tensors' own names by key, for encoding
-        A; None for encoding B, whose tensors are `NamedTensor`. Raises UsageError E0375 for values that no pickle of
-        ours holds."""
+        """The plan of the file for `state`, which contains tensors of this composer.
+
+        Args:
+            path: Of the file.
+            state: The dict to save.
+            names: Static names by key, for encoding A; None for encoding B, whose tensors are `NamedTensor`.
+
+        Raises:
+            UsageError: E0375, a value that our pickles can't hold.
+        """
         order: list[PaddleArray] = []
         body = {key: _body(item, order) for key, item in state.items()}
         if names is not None:
@@ -125,7 +134,7 @@ def _target(part: StoragePart, dtype: DType, offset: int) -> TargetArray:
 
 
 def _body(item: Any, order: list[PaddleArray]) -> Any:
-    """A state's value as the pickle takes it, its tensors noted in the order of writing."""
+    """A value of the state as the pickle writer takes it; appends its tensors to `order` as they are written."""
     if isinstance(item, NamedTensor):
         return FramePair((Anew(item.name), _array(item.ref, order)))
     if isinstance(item, PaddleArray):
@@ -159,22 +168,21 @@ KEY_LIMIT = 4096  # characters of a key on the way to a tensor, as for safetenso
 class Saved(NamedTuple):
     """One tensor of a file."""
 
-    path: Path  # the keys down to it; slices are joined under their key; ("value",) for a bare tensor
-    name: str  # the tensor's own (static) name, "" where nothing says it
-    # shape, dtype: as stored
-    shape: tuple[int, ...]
-    dtype: DType
-    parts: tuple[StoredArray, ...]  # one array, or the flat slices in the order of the line
+    path: Path  # the keys that lead to it; slices are joined under their key; ("value",) for a bare tensor
+    name: str  # its static name, "" if unknown
+    shape: tuple[int, ...]  # as stored
+    dtype: DType  # as stored: U16 may be bf16
+    parts: tuple[StoredArray, ...]  # one array, or flat slices in row-major order
 
 
 class PaddleContent(NamedTuple):
-    """One file, taken apart."""
+    """The content of one file: its tensors, and everything else."""
 
     leaves: list[Saved]  # its tensors, in the file's order
     extras: Any  # the plain values that are left
     unsafe: list[str]  # uses of names that only an unpickler would run
     globals: list[str]  # every name that the pickle mentions
-    table: bool  # had it a name table (encoding A)?
+    table: bool  # it has a name table (encoding A)
 
 
 def read_paddle(tree: Tree, name: str) -> PaddleContent:
@@ -249,7 +257,7 @@ _GONE = object()  # a dict of which nothing is left
 
 
 class _PaddleTensorWalk:
-    """The tensors of one file, met on a walk through its value."""
+    """Collects the tensors of one file while walking through its value."""
 
     def __init__(self, file: str, shown: str) -> None:
         self.file = file
@@ -266,7 +274,7 @@ class _PaddleTensorWalk:
             at += len(array.data)
 
     def part(self, value: Any, path: Path) -> Any:
-        """What is left of `value` without its tensors: `SLOT` where one was."""
+        """`value` without its tensors: `SLOT` in place of each, `_GONE` for a dict of which nothing is left."""
         if len(path) > DEPTH_LIMIT:
             raise _malformed_error(f"the state nests deeper than {DEPTH_LIMIT} levels", self.shown)
 
@@ -332,8 +340,8 @@ class _PaddleTensorWalk:
         return DTYPES[found]
 
     def _refuse_hanging(self, value: Any, path: Path) -> None:
-        """Note a tensor that hangs on an object that is not understood. Raises InputError E2950 for a value that holds
-        itself."""
+        """Raise UnsafeInput E0421 for a tensor inside an object of an unknown class, InputError E2950 for a value that
+        contains itself."""
         if isinstance(value, Opaque) and value.name == pickles.ITSELF:
             raise pickles.other_form(value, self.shown)
         if _holds_array(value):
@@ -349,7 +357,7 @@ class _PaddleTensorWalk:
 
 
 def _holds_array(value: Any) -> bool:
-    """Does an array hang inside a record, an object or a set?"""
+    """Whether a record, an object or a set contains an array."""
     seen: set[int] = set()
     todo = [value]
     while todo:
@@ -369,7 +377,7 @@ def _holds_array(value: Any) -> bool:
 
 
 def _name_leaves(leaves: list[Saved], table: Mapping[Any, Any]) -> list[Saved]:
-    """The leaves with the names of the name table."""
+    """The leaves with the static names of the name table."""
     out = []
     for saved in leaves:
         name = table.get(saved.path[0], saved.name) if len(saved.path) == 1 else saved.name
@@ -378,8 +386,7 @@ def _name_leaves(leaves: list[Saved], table: Mapping[Any, Any]) -> list[Saved]:
 
 
 def _refuse_lost(leaves: list[Saved], table: Mapping[Any, Any], shown: str) -> None:
-    """Raise CorruptFile E1304 for a name of the table without a tensor: Paddle lists the tensors of the file, no
-    others."""
+    """Raise CorruptFile E1304 for a name of the table without a tensor: Paddle lists the file's own tensors only."""
     held = {str(saved.path[0]) for saved in leaves}
     lost = [str(key)[:200] for key in table if str(key) not in held]
     if lost:
@@ -389,7 +396,7 @@ def _refuse_lost(leaves: list[Saved], table: Mapping[Any, Any], shown: str) -> N
 
 
 def _join_slices(leaves: list[Saved], slices: Mapping[Any, Any], shown: str) -> list[Saved]:
-    """The leaves with the parts of sliced arrays under their key, where the first part stood."""
+    """The leaves with sliced arrays joined under their key, at the position of the first slice."""
     if not slices:
         return leaves
 
@@ -427,10 +434,14 @@ def _join_slices(leaves: list[Saved], slices: Mapping[Any, Any], shown: str) -> 
 
 
 def chunks_of(saved: Saved, box: Box, within: Box | None = None, dtype: DType | None = None) -> tuple[Chunk, ...]:
-    """The tensor of a file, or the part `within` of it, as `box` of a logical tensor.
+    """The chunks by which a stored tensor, or a part of it, fills `box` of a logical tensor. Slices give several.
 
-    within: of the stored shape; as many elements as `box` in row-major order where its shape is another (a flat slice).
-    dtype: what the bits are (BF16 for stored U16), of the same width. Slices give more chunks than one.
+    Args:
+        saved: The stored tensor.
+        box: Of the logical tensor.
+        within: The part of the stored shape. If its shape differs from `box`, it has as many elements in row-major
+            order (a flat slice).
+        dtype: The type of the bits (BF16 for a stored U16), of the same width.
     """
     within = whole(saved.shape) if within is None else within
     if within.numel != box.numel or not within.inside(saved.shape):

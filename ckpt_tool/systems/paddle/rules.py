@@ -1,4 +1,4 @@
-"""What tensor parallelism does to a Paddle parameter, and which weights Hugging Face files hold transposed: by name.
+"""How tensor parallelism cuts a Paddle parameter, and which weights Hugging Face files store transposed: by name.
 
 The one idea: the module's own name says its layer class, and the class says the cut. A column parallel layer cuts the
 last axis (Paddle's Linear weights are [in, out]) and its bias, a row parallel one axis 0 and no bias, an embedding its
@@ -55,14 +55,14 @@ WHOLE = "whole"
 
 
 class PaddleCut(NamedTuple):
-    """dim: the axis that ranks share, None when each holds the whole. parts: relative sizes of the matrices that are
-    stored side by side along it, each shared by all ranks; () for one."""
+    """How tensor ranks cut a parameter."""
 
-    dim: int | None
-    parts: tuple[int, ...] = ()
+    dim: int | None  # the axis that is cut, None if each rank has a full copy
+    parts: tuple[int, ...] = ()  # relative sizes of matrices stored side by side along `dim`, each cut by all ranks
 
 
-HEADS = "paddle_heads"  # an extra of ours: {"tensor_ranks": 2, "parted": True}, seen where no config tells
+# An extra of ours, {"tensor_ranks": 2, "parted": True}: how the source cut keys and values, if no config states it.
+HEADS = "paddle_heads"
 _NOT = PaddleCut(None)
 _GATED = ("up_gate_proj", "gate_up_fused_proj", "gate_up_proj")
 _KINDS = {
@@ -106,7 +106,7 @@ _OF_MODEL: dict[str, dict[str, str]] = {
     "phi3": {"qkv_proj": THREE},
     "gpt_oss": {"experts": WHOLE},
 }
-_NAIVE = frozenset(  # experts that tensor ranks never part
+_NAIVE = frozenset(  # model types whose experts are never cut by tensor ranks
     ("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25", "ernie4_5_moe", "ernie4_5_moe_vl")
 )
 _WHOLE_LEAVES = frozenset(("e_score_correction_bias", "inv_freq", "cos_cached", "sin_cached"))
@@ -118,9 +118,18 @@ _TENSOR_GROUPS = frozenset(("mp", "model", "tp", "mpdp"))
 
 
 def cut_of(name: str, shape: tuple[int, ...], config: Mapping[str, Any], tp: int, *, ep: int = 1) -> PaddleCut:
-    """How `tp` ranks part tensor `name` whose whole shape is `shape`. config: the model's config.json, {} where none is
-    known. ep: expert parallel ranks. Raises UsageError E1265 (no rule, or one that needs the config), E1266
-    (uneven)."""
+    """How `tp` ranks cut a tensor that is to be written.
+
+    Args:
+        name: Structured name.
+        shape: Of the unsharded tensor.
+        config: The model's config.json, {} if unknown.
+        tp: Number of tensor ranks.
+        ep: Number of expert ranks.
+
+    Raises:
+        UsageError: E1265, no rule, or one that needs the config; E1266, uneven.
+    """
     if tp == 1 or not shape:
         return _NOT
     cut = _judge(name, shape, shape, config, tp, ep, False)
@@ -151,8 +160,11 @@ def stored_cut(
     ep: int = 1,
     distributed: bool | None = None,
 ) -> PaddleCut:
-    """The same of a tensor that is stored in `tp` files, each with a part of shape `local`. distributed: what
-    model_meta.json says; it settles what else the config's sizes would. Raises InputError E1310."""
+    """How `tp` ranks cut a tensor that is stored, given the shape `local` of one rank's part.
+
+    distributed: the flag in model_meta.json, which replaces rules that need the config's sizes. Raises InputError
+    E1310 if no rule applies.
+    """
     if tp == 1 or not local or distributed is False:
         return _NOT
     cut = _judge(name, local, None, config, tp, ep, bool(distributed))
@@ -175,8 +187,17 @@ def _judge(
     ep: int,
     cut: bool,
 ) -> PaddleCut | str:
-    """The cut, or what is missing to say it. shape: the whole one where `whole` is it, else a rank's. cut: it is known
-    to be a part."""
+    """The cut, or a sentence about what is missing to determine it.
+
+    Args:
+        name: Structured name.
+        shape: The unsharded shape if `whole` is given, else that of a rank's part.
+        whole: The unsharded shape, None if unknown.
+        config: The model's config.
+        tp: Number of tensor ranks.
+        ep: Number of expert ranks.
+        cut: The tensor is known to be a part.
+    """
     facts = text_config(config)
     kind, leaf = _kind(name, facts)
     if kind is None:
@@ -203,8 +224,10 @@ def _judge(
 
 
 def _seen_parted(facts: Mapping[str, Any], tp: int) -> bool | None:
-    """Would `tp` ranks part keys and values, going by what another job's ranks were seen to do (HEADS)? Heads that n
-    ranks part are parted by fewer that divide n; heads that n ranks do not part are not parted by any multiple of n."""
+    """Whether `tp` ranks cut keys and values, derived from how the source's ranks did (`HEADS`); None if unknown.
+
+    If n ranks cut the heads, so does every divisor of n; if n ranks do not, no multiple of n does.
+    """
     seen = facts.get(HEADS)
     ranks, parted = (seen.get("tensor_ranks"), seen.get("parted")) if isinstance(seen, Mapping) else (None, None)
     if type(ranks) is not int or ranks < 1 or type(parted) is not bool:
@@ -215,7 +238,7 @@ def _seen_parted(facts: Mapping[str, Any], tp: int) -> bool | None:
 def _vocabulary(
     kind: str, shape: tuple[int, ...], whole: tuple[int, ...] | None, facts: Mapping[str, Any], tp: int, cut: bool
 ) -> str:
-    """ROW, COLUMN or WHOLE for the two tensors that have an axis of tokens; a sentence where nothing shows it."""
+    """ROW, COLUMN or WHOLE for the two tensors with a vocabulary axis; a sentence if that can't be determined."""
     axis = 0 if kind == VOCAB or len(shape) == 1 else head_axis(shape, facts, tp if whole is None else 1)
     rows = whole[axis] if whole is not None else _int(facts, "vocab_size", "padded_vocab_size")
     # A whole vocabulary is in every file only where tp does not divide it.
@@ -241,7 +264,7 @@ def _cut(kind: str, leaf: str, ndim: int, facts: Mapping[str, Any]) -> PaddleCut
 
 
 def _three(facts: Mapping[str, Any]) -> tuple[int, ...]:
-    """Relative widths of [Q | K | V]. () where the class cuts it as one matrix: `ernie` without grouped heads."""
+    """Relative widths of [Q | K | V]; () if the class cuts it as one matrix (`ernie` without grouped heads)."""
     heads = _int(facts, "num_attention_heads")
     groups = _int(facts, "num_key_value_heads", "multi_query_group_num")
     if facts.get("model_type") == "ernie" and (groups is None or groups == heads):
@@ -253,8 +276,10 @@ _NLP_ONLY = ("mixtral",)  # models that PaddleNLP alone has
 
 
 def head_axis(shape: tuple[int, ...], facts: Mapping[str, Any], share: int) -> int:
-    """The vocabulary's axis of an lm_head; `share` ranks have a part each. [vocab, hidden] where the sizes are
-    alike."""
+    """The vocabulary axis of an lm_head that is cut between `share` ranks.
+
+    If the sizes do not decide, it is 0 ([vocab, hidden]), but 1 in PaddleNLP's files unless embeddings are tied.
+    """
     hidden = _int(facts, "hidden_size")
     vocab = _int(facts, "vocab_size", "padded_vocab_size")
     fits = [
@@ -269,7 +294,7 @@ def head_axis(shape: tuple[int, ...], facts: Mapping[str, Any], share: int) -> i
 
 
 def _kind(name: str, facts: Mapping[str, Any]) -> tuple[str | None, str]:
-    """(kind, leaf) of a name; None for a name that no table has."""
+    """(kind of cut, last part) of a name; the kind is None for a name that no table has."""
     words = [word for word in name.split(".") if not word.isdecimal()]
     if words[-1] == "weight_scale_inv" and words[-2:-1] == ["weight"]:
         words.pop()
@@ -298,14 +323,16 @@ def module_of(name: str) -> str:
 
 
 def is_fused(name: str) -> bool:
-    """Is it gate and up in one tensor (their weight, bias or lora_B)?"""
+    """Whether the tensor is gate and up fused in one (their weight, bias or lora_B)."""
     words = [word for word in name.split(".") if not word.isdecimal()]
     return len(words) > 1 and words[-2] in _GATED and words[-1] in ("weight", "bias", "lora_B")
 
 
 def side_by_side(name: str, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Relative widths of the matrices that a column parallel tensor holds side by side, each shared by all ranks; ()
-    for one matrix, and for [Q | K | V] of a model whose heads are not known."""
+    """Relative widths of the matrices that a column parallel tensor holds side by side, each cut by all ranks.
+
+    () for one matrix, and for [Q | K | V] of a model whose heads are not known.
+    """
     if is_fused(name):
         return (1, 1)
     facts = text_config(config)
@@ -317,12 +344,12 @@ def side_by_side(name: str, config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def is_expert(name: str) -> bool:
-    """Is it a routed expert's?"""
+    """Whether the tensor belongs to a routed expert."""
     return _EXPERT.search(name) is not None
 
 
 def experts_are_cut(config: Mapping[str, Any], ep: int) -> bool:
-    """Do tensor ranks part the routed experts?"""
+    """Whether tensor ranks cut routed experts."""
     facts = text_config(config)
     return ep == 1 and model_type_of(facts) not in _NAIVE and facts.get("moe_group") not in _TENSOR_GROUPS
 
@@ -331,7 +358,7 @@ def experts_are_cut(config: Mapping[str, Any], ep: int) -> bool:
 
 
 def divides(shape: tuple[int, ...], cut: PaddleCut, tp: int) -> bool:
-    """Does the cut part `shape` evenly?"""
+    """Whether the cut divides `shape` evenly between `tp` ranks."""
     if cut.dim is None:
         return True
     length = shape[cut.dim]
@@ -340,7 +367,7 @@ def divides(shape: tuple[int, ...], cut: PaddleCut, tp: int) -> bool:
 
 
 def joined_shape(local: tuple[int, ...], cut: PaddleCut, tp: int) -> tuple[int, ...]:
-    """The whole tensor's shape.  ((4, 6), PaddleCut(1), 2) -> (4, 12)"""
+    """The unsharded shape of a tensor with parts of shape `local`: (4, 6), PaddleCut(1), tp 2 -> (4, 12)."""
     if cut.dim is None:
         return local
     return (*local[: cut.dim], local[cut.dim] * tp, *local[cut.dim + 1 :])
@@ -349,7 +376,7 @@ def joined_shape(local: tuple[int, ...], cut: PaddleCut, tp: int) -> tuple[int, 
 def local_boxes(
     shape: tuple[int, ...], cut: PaddleCut, tp: int, rank: int
 ) -> tuple[tuple[int, ...], list[tuple[Box, Box]]]:
-    """A rank's shape, and where its elements are: (box in the whole tensor, box in the rank's own). Even cuts only.
+    """The shape of a rank's part, and its boxes as (box in the unsharded tensor, box in the part). Even cuts only.
 
     >>> local_boxes((2, 8), PaddleCut(1, (1, 1)), 2, 1)[1][1]
     (Box(offset=(0, 6), shape=(2, 2)), Box(offset=(0, 2), shape=(2, 2)))
@@ -377,13 +404,13 @@ def local_boxes(
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's part of a config, with the outer model type where it has none."""
+    """A config with the keys of its language model (`text_config`) at the top, where they win."""
     inner = config.get("text_config")
     return {**config, **inner} if isinstance(inner, Mapping) else config
 
 
 def model_type_of(config: Mapping[str, Any]) -> str:
-    """`model_type`, "" where the config has none (or something that is no text)."""
+    """`model_type` of a config, "" if it has none (or something that is no text)."""
     stated = config.get("model_type")
     return stated if isinstance(stated, str) else ""
 
@@ -422,7 +449,7 @@ _TRANSPOSED: dict[str, tuple[str, ...]] = {  # patterns of modules, as PaddleFor
 
 
 def transposed_in_hf(name: str, ndim: int, config: Mapping[str, Any]) -> bool | None:
-    """Does a Hugging Face file of Paddle's hold tensor `name` transposed? None: the model type is not known."""
+    """Whether a Hugging Face file written by Paddle stores the tensor transposed; None for an unknown model type."""
     keys = _TRANSPOSED.get(model_type_of(config)) or _TRANSPOSED.get(model_type_of(text_config(config)))
     if keys is None:
         return None

@@ -1,4 +1,4 @@
-"""What Paddle calls a parameter: its structured name, its static name, the keys of its optimizer states, and their
+"""Paddle's names of a parameter: its structured name, its static name, the keys of its optimizer states, and their
 order.
 
 A structured name (`model.layers.0.self_attn.q_proj.weight`) is that of one card, on every rank. A static name
@@ -15,8 +15,8 @@ Two structured names may share one static name (tied embeddings): what is stored
 embedding's name (the first of the table, where Paddle wrote it). Unified and flex checkpoints have keys of structured
 names, with the same accumulators: `w/moment1_0`, `w.moment1_0`.
 
-Made anew, static names follow from the parameters in the order in which they are registered, which the source's tables
-show; for names from elsewhere it follows from the modules, for all of PaddleFormers' decoders declare them alike:
+New static names are derived from the order in which parameters are registered. The source's tables show that order; for
+names from another system it follows from the modules, which all of PaddleFormers' decoders declare in the same order:
 
     embed_tokens; layers in turn: self_attn (qkv_proj | q_proj k_proj v_proj, o_proj, q_norm, k_norm),
     mlp (gate router, experts in turn, shared experts, moe_statics | up_gate_proj | gate_proj up_proj, down_proj),
@@ -51,7 +51,7 @@ MASTER_WEIGHTS = "master_weights"
 SCHEDULER = "LR_Scheduler"
 EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight")
 HEAD = "lm_head.weight"
-INFIX = "_fp32_master_0"  # of states that stand beside a master
+INFIX = "_fp32_master_0"  # in the keys of a parameter's states, if it has a master
 STATES = {
     "moment1": "exp_avg",
     "moment2": "exp_avg_sq",
@@ -70,14 +70,14 @@ _GUESS = re.compile(
 
 
 class Owner(NamedTuple):
-    """Whose a tensor of the optimizer is."""
+    """The parameter and state that a tensor of the optimizer belongs to."""
 
-    static: str  # its parameter's own name
-    state: str  # in the house's words
+    static: str  # static name of the parameter
+    state: str  # our name of the state
 
 
 class NameTable:
-    """Static name -> the first structured name that has it, of one rank; of a tied pair the embedding's."""
+    """One rank's map from static names to structured names: the first that has it, of a tied pair the embedding's."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self.structured: dict[str, str] = {}
@@ -86,27 +86,28 @@ class NameTable:
                 self.structured[static] = name
 
     def owner(self, key: str) -> Owner | None:
-        """Of accumulator `key`, None when no static name of the table begins it."""
+        """The owner of accumulator `key`, None if it begins with no static name of the table."""
         at = len(key)
+        # Cut at each `_` from the end, so that the longest static name of the table wins.
         while (at := key.rfind("_", 0, at)) > 0:
             if key[:at] in self.structured:
                 return Owner(key[:at], state_of(key[at + 1 :]))
         return None
 
     def guess(self, key: str) -> Owner | None:
-        """The same without a table: by the accumulators that Paddle's optimizers have."""
+        """The owner of accumulator `key` without a table, by the known names of accumulators; None if none fits."""
         found = _GUESS.fullmatch(key)
         return Owner(found[1], state_of(f"{found[2]}_0")) if found else None
 
 
 def state_of(accumulator: str) -> str:
-    """`moment1_0`, `fp32_master_0_moment1_0` -> exp_avg; others under their own name without the counter."""
+    """The state of an accumulator: `moment1_0` is exp_avg; unknown ones keep their name without the counter."""
     bare = _COUNTER.sub("", accumulator.removeprefix(f"{INFIX[1:]}_"))
     return STATES.get(bare, bare)
 
 
 def static_key(static: str, state: str, *, mastered: bool = True) -> str:
-    """What Paddle calls a parameter's state. mastered: has the parameter a master?"""
+    """Paddle's key of a parameter's state. mastered: the parameter has a master weight."""
     base = static + INFIX if mastered else static
     return base if state in (MODEL, MASTER, EMA) else f"{base}_{ACCUMULATORS.get(state, state)}_0"
 
@@ -119,9 +120,18 @@ _KIND_OF = {state: kind for kind, state in KINDS.items()}
 
 
 def kind_of(key: TensorKey, own: Mapping[str, str], unfit: str, taken: Collection[str] = ()) -> str:
-    """What a state's key has behind its parameter's name. own: kinds of states of one format. unfit: text that no kind
-    can hold there; taken: kinds that mean something else. Raises UsageError E1271 for a state that would be read as
-    another, E1606 for one of a tensor without a name: its key would be a type alone, which is no key."""
+    """The suffix of a state's key after the parameter's name.
+
+    Args:
+        key: The tensor.
+        own: State -> suffix, for states that only one format has.
+        unfit: Text that no suffix may contain in this format.
+        taken: Suffixes that mean something else.
+
+    Raises:
+        UsageError: E1271, a state that would be read as another; E1606, a tensor without a name, as its key would be
+            the suffix alone.
+    """
     if not key.name:
         raise UsageError(
             f"the state {key.state} of a tensor without a name can't be written: Paddle calls a state after "
@@ -143,9 +153,11 @@ def kind_of(key: TensorKey, own: Mapping[str, str], unfit: str, taken: Collectio
 
 
 def without_master(tensors: Iterable[tuple[tuple[str | int, ...], tuple[int, ...]]]) -> list[str]:
-    """Parameters that an optimizer's file calls moments after as after masters
-    (`linear_3.w_0_fp32_master_0_moment1_0`), and of which it holds no master: Paddle writes both or none. tensors:
-    (path, shape) of all; single numbers may be on any rank."""
+    """Static names whose moments imply a master (`linear_3.w_0_fp32_master_0_moment1_0`) that the file does not hold.
+
+    Paddle writes both or none, so the file is incomplete. tensors: (path, shape) of all tensors in the file; scalars
+    are ignored, because they may be on any rank.
+    """
     wanted: dict[str, None] = {}
     held = set()
     for path, shape in tensors:
@@ -174,17 +186,21 @@ _PLACE = {word: number for number, word in enumerate(_WORDS)}
 
 
 def registration_order(names: Sequence[str], known: Sequence[str] = ()) -> list[str]:
-    """`names` in Paddle's order. known: names in the order in which the source's files list them; used where they are
-    all of `names`, else the order of the modules is."""
+    """`names` in the order in which Paddle registers parameters.
+
+    known: names in the order of the source's files. It is used if it has all of `names`, else the order of the modules.
+    """
     place = {name: number for number, name in enumerate(known)}
     if not names or not all(name in place for name in names):
         return sorted(names, key=_key)
-    first: dict[str, int] = {}  # of the experts of a layer: ranks that hold others list them behind
+    # Other ranks list their experts later: they belong next to the first expert of the same layer.
+    first: dict[str, int] = {}
     for name in names:
         front = _EXPERT.split(name, 1)[0]
         first[front] = min(first.get(front, len(place)), place[name])
 
     def key(name: str) -> tuple[int, int, int]:
+        """Experts sort by their number, at the place of their layer's first expert."""
         found = _EXPERT.search(name)
         return (first[name[: found.start()]], int(found[1]), place[name]) if found else (place[name], 0, 0)
 
@@ -210,7 +226,7 @@ def _word(word: str) -> tuple[int, int, str]:
     return 1, _PLACE.get(word, len(_WORDS)), word
 
 
-# -- static names made anew --------------------------------------------------------------------------------------------
+# -- new static names --------------------------------------------------------------------------------------------------
 
 _CLASSES = {
     **dict.fromkeys(("embed_tokens", "word_embeddings", "wte", "embed_positions", "position_embeddings"), "embedding"),
@@ -221,8 +237,13 @@ _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
 def static_names(names: Sequence[str], aliases: Mapping[str, str], *, pipeline: bool = False) -> dict[str, str]:
-    """name -> static name of one rank's parameters, in the order in which they are made. aliases: tied name -> the one
-    whose tensor it is. pipeline: are there several stages?"""
+    """New static names of one rank's parameters: {structured name: static name}.
+
+    Args:
+        names: Structured names in the order of registration, by which the counters run.
+        aliases: Tied name -> the name of the parameter whose tensor it shares.
+        pipeline: The job has several stages, in which the head is of another class.
+    """
     counters: dict[str, int] = {}
     modules: dict[str, str] = {}
     known = frozenset(name for name in names if name.endswith(".bias"))
@@ -252,7 +273,7 @@ def _next(counters: dict[str, int], kind: str) -> int:
 
 
 def _kind(module: str, leaf: str, biases: frozenset[str]) -> str:
-    """The layer class, in Paddle's spelling."""
+    """The layer class in Paddle's spelling, by the module's name."""
     word = next((word for word in reversed(module.split(".")) if not word.isdecimal()), "")
     if leaf == "e_score_correction_bias":
         return "corr_bias"

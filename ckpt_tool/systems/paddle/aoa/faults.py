@@ -16,10 +16,10 @@ NEAR_MISSES = 6  # hints by likeness: each costs a look at all names
 
 
 class StatementFault(NamedTuple):
-    """number: of the statement, from 1; 0 where no single one is at fault."""
+    """A fault of a program."""
 
     code: str
-    number: int
+    number: int  # of the statement, from 1; 0 if no single statement is at fault
     message: str
     hint: str = ""
 
@@ -33,14 +33,15 @@ class Faults:
         self._hints = 0
 
     def add(self, code: str, number: int, message: str, hint: str = "") -> None:
+        """Record a fault of statement `number`, 0 for none."""
         self.found.append(StatementFault(code, number, message, hint))
 
     def take(self, number: int, error: UsageError) -> None:
-        """One that was raised where the statement's number is not known."""
+        """Record an error that was raised by code that does not know the statement's number."""
         self.add(error.code, number, error.message, error.hint or "")
 
     def near(self, wrong: str, known: Iterable[str]) -> str:
-        """A hint by likeness, for the first few faults alone."""
+        """A hint that lists similar names; "" after the first few faults, as each search looks at all names."""
         self._hints += 1
         return near_misses(wrong, known) if self._hints <= NEAR_MISSES else ""
 

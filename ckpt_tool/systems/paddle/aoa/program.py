@@ -38,7 +38,8 @@ Run: the steps of a program carried out on slices, and what is left over at its 
 
 Names hold values as in any small language: the source's tensors at first; a step reads names and assigns others, a name
 may be assigned again once its value has been read. At the end the outputs are those of the destination where it is
-known, else every value that nothing has read, and a source `x` of `x -> x` where others merely rename it (`x -> head`).
+known, else every value that nothing has read, and a source `x` of `x -> x` if other statements merely rename it
+(`x -> head`).
 
 Each element of the source must reach one place: what is overwritten, never read, cut away or read twice is a fault,
 unless a statement drops it in words. A whole tensor may be read several times (`embed -> head` for tied weights). What
@@ -78,7 +79,7 @@ def compile_aoa(
     Args:
         shapes: name -> shape of every tensor of the source, in its order.
         reverse: run them from right to left; `shapes` is then what the right sides name.
-        shards: how many shards the tensors of fusions have where they lie and where they go; 1 where nothing is said.
+        shards: how many shards the tensors of fusions have in the source and in the destination; 1 if not given.
         wanted: the names of the destination, or name -> shape; None where it is not known: then every value that
             nothing reads is an output, and so is `x` of `x -> x` where others merely rename it.
         skip_unmatched: a pattern that fits no tensor makes nothing, as in Paddle; otherwise it is an error.

@@ -1,13 +1,13 @@
 """Slices: a tensor of an AOA program as boxes of the source's tensors, followed through the steps without building any.
 
-Statements cut, join and turn along whole dims, so that every value on the way is a few boxes, each a box of one source
-tensor with its dims in some order. `q` (8, 4), transposed and split in two along axis 1:
+Statements split, concatenate and permute along complete dims, so that every intermediate value is a few boxes, each a
+box of one source tensor with its dims in some order. `q` (8, 4), transposed and split in two along axis 1:
 
     Slice("q", start=(4, 0), at=(0, 0), shape=(4, 4), dims=(1, 0))      the second half: rows 4..7 of q, standing
 
-Boxes that lie end to end on both sides are joined again, and rows of boxes at equal steps (the query heads of every
-group of a fused QKV) become one strided piece. Cost: the number of boxes. What it does not do: names, codes of faults
-with their statement (`program`).
+Boxes that are adjacent on both sides are joined again, and rows of boxes at equal steps (the query heads of every group
+of a fused QKV) become one strided piece. Cost: the number of boxes. What it does not do: names, codes of faults with
+their statement (`program`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Slice(NamedTuple):
 
 
 class NamedValue(NamedTuple):
-    """What a name holds."""
+    """The value of a name while a program runs."""
 
     shape: Shape
     slices: tuple[Slice, ...]
@@ -75,7 +75,7 @@ def split(value: NamedValue, parts: int, axis: int, name: str, why: str) -> list
 
 
 def _cut(slices: Iterable[Slice], axis: int, low: int, length: int) -> Iterator[Slice]:
-    """What lies in [low, low + length) of the value's `axis`, counted from `low`."""
+    """The slices within [low, low + length) of the value's `axis`, with positions relative to `low`."""
     for piece in slices:
         first = max(piece.at[axis], low)
         last = min(piece.at[axis] + piece.shape[axis], low + length)
@@ -120,7 +120,7 @@ def concat(values: Sequence[NamedValue], axis: int, names: Sequence[str], *, eve
 
 
 def _append(joined: list[Slice], piece: Slice, axis: int) -> None:
-    """Add a slice, as one with the last where both lie end to end along `axis` on both sides."""
+    """Append a slice, merged with the last one if they are adjacent along `axis` in both source and value."""
     if joined:
         last = joined[-1]
         dim = piece.dims[axis]
@@ -147,6 +147,7 @@ def permute(value: NamedValue, dims: Sequence[int], name: str) -> NamedValue:
         )
 
     def turned(values: Shape) -> Shape:
+        """One value for each dim, in the new order of dims."""
         return tuple(values[k] for k in order)
 
     slices = [s._replace(at=turned(s.at), shape=turned(s.shape), dims=turned(s.dims)) for s in value.slices]
@@ -191,8 +192,10 @@ def pieces_of(name: str, value: NamedValue, shapes: Mapping[str, Shape]) -> tupl
 
 
 def _runs(slices: Iterable[Slice]) -> list[list[Slice]]:
-    """Slices in runs of one source, size and order of dims, each one step along one dim from the one before on both
-    sides. Slices of other runs may lie between."""
+    """Group slices into runs of one source, size and order of dims, at equal steps along one dim in source and target.
+
+    Slices of a run need not be consecutive.
+    """
     runs: list[list[Slice]] = []
     open_: dict[tuple[str, Shape, Shape], list[Slice]] = {}
     for piece in slices:
@@ -207,8 +210,10 @@ def _runs(slices: Iterable[Slice]) -> list[list[Slice]]:
 
 
 def _follows(run: Sequence[Slice], piece: Slice) -> bool:
-    """Does `piece` continue the steps of `run`: as far from its last slice as that is from the one before it, in the
-    source and in the target? A run of one is continued by a step forwards along one axis."""
+    """Whether `piece` continues a run: at the run's step from its last slice, in the source and in the target.
+
+    A run of one slice is continued by any step forwards along one axis.
+    """
     step = _measure_step(run[-1], piece)
     if len(run) > 1:
         return step == _measure_step(run[-2], run[-1])
@@ -245,4 +250,5 @@ def _dtype(value: NamedValue) -> str:
 
 
 def numel(slices: Iterable[Slice]) -> int:
+    """The total number of elements of the slices."""
     return sum(prod(piece.shape) for piece in slices)

@@ -24,7 +24,7 @@ what is made. Several placeholders take every pair of ids that are found. Source
 (`id`, `layer_id_offset_macro`, `star_macro`). Stricter than Paddle: a pattern without a match is an error, so are
 unlike placeholders in one statement. Ids are those of all names of the side that is read, not of the first name only,
 so a lacking partner shows. With `reverse` all of it works from the right side, stars included, where Paddle still looks
-left. A `_` may stand against a pattern: each of its names is dropped, or has no source.
+left. A `_` may be the other side of a pattern: each of its names is dropped, or has no source.
 
 Cost: one look at each name, then at those of like form alone.
 """
@@ -188,7 +188,7 @@ def _tokens(text: str) -> Iterator[tuple[str, str, int]]:
 
 
 def _items(tokens: list[tuple[str, str, int]]) -> list[tuple[str, int | str | None]]:
-    """What stands between commas up to the last token: (name, None), or (attribute, value). `NAME[s:e]` as its
+    """The items between commas up to the last token: (name, None), or (attribute, value). `NAME[s:e]` gives its
     names."""
     items: list[tuple[str, int | str | None]] = []
     rest = [*tokens[:-1], ("end", tokens[-1][1], tokens[-1][2])]
@@ -282,7 +282,7 @@ def _value(name: str, value: int | str) -> int | str:
 
 
 def permutation(text: str) -> tuple[int, ...]:
-    """The dims of a `permute`; () stands for all of them reversed."""
+    """The dims of a `permute`; () means all of them reversed."""
     return tuple(int(dim) for dim in re.findall("[0-9]+", text))
 
 
@@ -346,7 +346,7 @@ class Forms:
             self._by_form.setdefault(_DIGITS.sub("#", name), []).append(name)
 
     def ids(self, pattern: str) -> list[Ids]:
-        """The numbers that stand for the placeholders (and the star) of `pattern` in each name that it fits."""
+        """The numbers in place of the placeholders (and the star) of `pattern`, for each name that matches it."""
         groups: dict[str, str] = {}
         regex = ""
         at = 0
@@ -398,7 +398,7 @@ class _Names:
         self.skip = skip
 
     def by_ids(self, statement: Statement) -> Iterator[Statement]:
-        """Once for each id that `$LAYER_ID` and its like stand for."""
+        """The statement once for each id of `$LAYER_ID` and the other placeholders."""
         names = [name for name in (*statement.left, *statement.right) if name != NOTHING]
         holders = {frozenset(_HOLDER.findall(name)) - {_STAR} for name in names}
         if holders == {frozenset()}:
@@ -463,6 +463,7 @@ class _Names:
             shift = 1 if self.reverse else -1
 
         def number(match: re.Match[str]) -> str:
+            """The number that replaces a placeholder; stars are filled in later."""
             if match[0] == _STAR:
                 return _STAR
             value = ids[match[0]] + (shift if match[0] == _OFFSET else 0)

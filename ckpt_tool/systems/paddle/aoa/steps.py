@@ -16,8 +16,8 @@ key-value heads whatever its name says:
 t is how many shards the tensor of that name has where it is stored (`Shards`); a name made on the way has the count of
 the one it comes from or goes to. Names of steps' own begin with `~`, so none meets a name of a checkpoint. Source:
 PaddlePaddle 3.3.1, `aoa/macros.py` (transposes, fusions), `aoa_engine.py` (steps, reverse). Where heads don't divide
-into shards Paddle loses some in silence; here it is an error. Reversed fusions count the shards of the side that each
-name really lies on (Paddle: 1 for `g, u -> gu`). What it does not do: know shapes (`slices`).
+into shards Paddle silently loses some; here it is an error. Reversed fusions count the shards of the side that each
+name really belongs to (Paddle: 1 for `g, u -> gu`). What it does not do: know shapes (`slices`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Shards(NamedTuple):
 
 
 class AoaStep(NamedTuple):
-    """One step that a statement stands for."""
+    """One step of the sequence that a statement expands to."""
 
     number: int  # of the statement that it comes from
     kind: str  # split, concat (along `axis`), permute (`dims`, () = all reversed), cast (to `dtype`), rename, drop, add
@@ -112,7 +112,7 @@ def _transposed_name(name: str) -> str:
 
 
 def shown(name: str) -> str:
-    """A step's name as messages tell it."""
+    """A step's internal name in a form for messages."""
     text = name.removeprefix(TEMPORARY).replace("_transpose_tmp", TRANSPOSED)
     return text.replace(TEMPORARY, " part ").replace("_tmp.", " part ") if name.startswith(TEMPORARY) else name
 
@@ -277,6 +277,7 @@ def _fuse_by_shards(statement: Statement, counts: _Counts, heads: int = 0, group
     why = f"{word} of {here} and {there} shards" + (f", {heads} + 2 x {groups} heads" if heads else "")
 
     def order(shards: int) -> list[str]:
+        """The parts in the order in which a tensor of so many shards has them: shard by shard."""
         return [
             name
             for rank in range(shards)

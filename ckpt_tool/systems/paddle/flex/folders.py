@@ -59,7 +59,7 @@ class Save(NamedTuple):
     unique: int  # N
     metadata: str | None  # its file's name, None where there is none
     data: tuple[str, ...]  # the names of its data files, by rank
-    lock: str | None = None  # a lock that is beside it
+    lock: str | None = None  # name of its lock file, if there is one
     older: tuple[int, ...] = ()  # other N with files
 
     @property
@@ -69,8 +69,7 @@ class Save(NamedTuple):
 
 
 def find(listing: Iterable[str]) -> list[Save]:
-    """The saves of a tree: the Trainer's folders in their order, or the plain save at the root; [] when there is
-    neither."""
+    """The flex saves of a tree: the Trainer's folders in their order, or the plain save at the root; [] if neither."""
     names: dict[str, list[str]] = {}
     for path in listing:
         folder, slash, name = path.rpartition("/")
@@ -86,7 +85,7 @@ def find(listing: Iterable[str]) -> list[Save]:
 
 
 def _find_newest(folder: str, names: Sequence[str]) -> Save | None:
-    """The newest save of a folder, None where nothing looks like one."""
+    """The newest save of a folder, None if there is none."""
     metadata = _by_number(METADATA, names)
     locks = _by_number(_LOCK, names)
 
@@ -105,12 +104,12 @@ def _find_newest(folder: str, names: Sequence[str]) -> Save | None:
 
 
 def _nothing_else(names: Sequence[str]) -> bool:
-    """Are all safetensors files there a rank's? (A model of another system may have a file that is called so.)"""
+    """Whether all safetensors files have names of ranks' files (another system's model may have one such name)."""
     return all(DATA.fullmatch(name) for name in names if name.endswith((".safetensors", ".index.json")))
 
 
 def files(saves: Sequence[Save], listing: Iterable[str]) -> frozenset[str]:
-    """Everything in the saves' folders that is called as a file of theirs, older saves' too."""
+    """All files in the saves' folders that have names of flex files, those of older saves too."""
     folders = {save.folder for save in saves}
     found = set()
     for path in listing:
@@ -121,16 +120,26 @@ def files(saves: Sequence[Save], listing: Iterable[str]) -> frozenset[str]:
 
 
 def why(saves: Sequence[Save]) -> str:
-    """What was found, in words."""
+    """The reason for the detection, as text for messages."""
     if saves[0].folder:
         return f"Paddle's folders {', '.join(save.folder for save in saves)}"
     return " and ".join(filter(None, (saves[0].metadata or saves[0].lock, *saves[0].data[:1])))
 
 
 def check(saves: Sequence[Save], shown: str, root_names: Sequence[str], *, lenient: bool = False) -> list[Note]:
-    """Raise Incomplete E1330 for a save that was not finished (an EMA without metadata aside: Paddle wrote such) or a
-    folder that is not there, InputError E1331 for files of both kinds in a folder, or two checkpoints in one. shown:
-    the root. lenient: take a Trainer's folders one by one."""
+    """Check that every save is complete; returns notes on older saves in the same folders.
+
+    Args:
+        saves: What `find` returned.
+        shown: The root, for messages.
+        root_names: File names at the root.
+        lenient: Accept a subset of the Trainer's folders.
+
+    Raises:
+        Incomplete: E1330, a save that was not finished or a missing folder. An EMA without metadata is accepted,
+            because Paddle has written such.
+        InputError: E1331, files of both kinds in one folder, or two checkpoints.
+    """
     notes: list[Note] = []
     if not lenient:
         _refuse_lost_folder({save.kind for save in saves}, shown)
@@ -182,14 +191,16 @@ def check(saves: Sequence[Save], shown: str, root_names: Sequence[str], *, lenie
 
 
 def _by_number(pattern: re.Pattern[str], names: Iterable[str]) -> dict[int, str]:
-    """The names that fit, by the number in their first group."""
+    """The names that match, by the number in the pattern's first group."""
     matches = (pattern.fullmatch(name) for name in names)
     return {int(match[1]): match[0] for match in matches if match}
 
 
 def refuse_other_save(save: Save, files: Iterable[str], shown: str) -> None:
-    """Raise InconsistentCheckpoint E1632 for metadata that names data files of another save than its own number, though
-    files of its own are beside it. files: those that it names. shown: the metadata's path."""
+    """Raise InconsistentCheckpoint E1632 for metadata that names files of another save although its own are there.
+
+    files: those that it names. shown: the metadata's path.
+    """
     matches = (DATA.fullmatch(file.rpartition("/")[2]) for file in files)
     foreign = [match[0] for match in matches if match and int(match[2]) != save.unique]
     if foreign and save.data:
@@ -203,7 +214,10 @@ def refuse_other_save(save: Save, files: Iterable[str], shown: str) -> None:
 
 
 def _refuse_lost_folder(kinds: Set[str], shown: str) -> None:
-    """The Trainer writes a model alone, or with it both folders of the optimizer, however empty."""
+    """Raise Incomplete E1330 for a missing folder of the Trainer.
+
+    It writes a model alone, or with it both folders of the optimizer, even if they are empty.
+    """
     lost = [folder for folder in FOLDERS if folder != EMA_FOLDER and folder not in kinds]
     if lost and kinds - {"", FOLDERS[0]}:
         raise Incomplete(
@@ -222,7 +236,7 @@ _STATIC = re.compile(r"(?:.*[./])?[A-Za-z]+(?:_[A-Za-z]+)*_\d+")  # linear_0, cr
 
 
 def trainer_key(kind: str, key: str) -> TensorKey:
-    """Name and state of a key in the Trainer's folder `kind`."""
+    """The name and state of a key in the Trainer's folder `kind`."""
     if kind == MODEL_FOLDER:
         return TensorKey(key, MODEL)
     if kind in (MASTER_FOLDER, EMA_FOLDER):
@@ -243,7 +257,7 @@ class Plain(NamedTuple):
 
 
 def plain_keys(entries: Iterable[tuple[str, Path]]) -> Plain:
-    """Names and states of a plain folder's keys. Where two keys would get one name, all keep their own."""
+    """The names and states of a plain folder's keys. If two keys would get one name, all keep their own."""
     entries = list(entries)
     roots: dict[str, str] = {}
     keys = []
@@ -259,7 +273,7 @@ def plain_keys(entries: Iterable[tuple[str, Path]]) -> Plain:
 
 
 def _role(path: Path) -> str:
-    """What the first level of a nested path says: `model`, `optimizer`, `master`, `ema`, "" for nothing."""
+    """The role of the first level of a nested path: `model`, `optimizer`, `master`, `ema`, or "" if it has none."""
     if len(path) < 2:
         return ""
     roles = ((MODEL, MODEL_ROOTS), ("optimizer", OPTIMIZER_ROOTS), (MASTER, MASTER_ROOTS))
@@ -281,8 +295,10 @@ def _plain_key(key: str, role: str) -> TensorKey:
 
 
 def suffix_of(key: TensorKey) -> str:
-    """What a tensor's key has behind its name, masters and accumulators; "" for the model. Raises UsageError E1271 for
-    a state that would be read as another, E1606 for one of a tensor without a name."""
+    """The suffix of a tensor's key after its name: that of a master or accumulator, "" for the model.
+
+    Raises UsageError E1271 for a state that would be read as another, E1606 for a state of a tensor without a name.
+    """
     if key.state == MODEL:
         return ""
     if key.state == MASTER and key.name:

@@ -13,8 +13,8 @@ which tensor, or which flat part of which box, is stored in which file; so any j
 Specification (paddlepaddle 3.3.1 `distributed/flex_checkpoint/dcp/`, PaddleFormers 1.2.0 `trainer/`; checked against
 runs):
 
-* Folders and files (`paddle.flex.folders`): the Trainer's three, which its loader wants even when one is empty,
-  `ema_state` beside them; or one plain folder. Metadata (`paddle.flex.metadata`): a pickle, read as data. Data:
+* Folders and files (`paddle.flex.folders`): the Trainer's three, which its loader wants even when one is empty, and
+  sometimes `ema_state`; or one plain folder. Metadata (`paddle.flex.metadata`): a pickle, read as data. Data:
   `paddle.save` of a flat dict with a name table (`paddle.pickle_file`), bf16 as uint16 bits; or safetensors. A rank
   with nothing writes 47 bytes.
 * A shard is a block at an offset, whole, or a range of the block's row-major line (sharding v2, without its padding).
@@ -72,7 +72,7 @@ class _Flex:
     )
 
     def detect(self, tree: Tree) -> Evidence | None:
-        """By names: see `systems.paddle.flex.folders`."""
+        """Claim a tree by file names alone; `systems.paddle.flex.folders` has the rules."""
         if tree.single is not None:
             return None
         saves = paddle_flex_folders.find(tree.listing())
@@ -92,7 +92,7 @@ class _Flex:
         return read_tree(tree, options)
 
     def find_lone_files(self, tree: Tree) -> Mapping[str, Callable[[], FileContent]]:
-        """The data files that are pickles: they name the parts of one rank."""
+        """Readers for data files without their metadata (pickles only): they name the parts of one rank."""
         from ckpt_tool.systems.paddle.flex.read import read_lone_file
 
         paths = [path for path in tree.listing() if path.endswith(".distcp") and self.rank_of(path, {}) is not None]
@@ -107,12 +107,12 @@ class _Flex:
         return fit(tensors, extras, hints, wish)
 
     def rank_of(self, path: str, mesh: Mapping[str, int]) -> Mapping[str, int] | None:
-        """The rank alone."""
+        """The rank in a data file's name; the name does not give its coordinates."""
         found = paddle_flex_folders.DATA.fullmatch(path.rpartition("/")[2])
         return {"rank": int(found[1])} if found else None
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
-        """The whole output; see `systems.paddle.flex.target`."""
+        """The plan of the output; see `systems.paddle.flex.target`."""
         from ckpt_tool.systems.paddle.flex.target import flex_target
 
         return flex_target(wanted)

@@ -1,8 +1,8 @@
 """The `N.metadata` of a flex checkpoint: which box, or which flat part of which box, of which tensor is stored in which
 file.
 
-The one idea: the pickle is turned at once into columns of plain integers (`Shard`), each held against its tensor: a box
-inside its shape, a range inside its box, a file name that stays in the folder.
+The one idea: the pickle is converted at once to rows of plain integers (`Shard`), each checked against its tensor: a
+box inside its shape, a range inside its box, a file name that does not leave the folder.
 
     state_dict_metadata  {"w": [LocalTensorMetadata((0, 0), (8, 4), "bfloat16", (16, 4), True, (0, 20)), ...]}
     storage_metadata     {LocalTensorIndex("w", (0, 0), True, (0, 20), None, (8, 4)): "0_0.distcp", ...}
@@ -49,13 +49,12 @@ _MODULES = (MODULE, "paddle.distributed.checkpoint.metadata")
 class Shard(NamedTuple):
     """A block of a tensor and where it is stored."""
 
-    # offset, shape: of the block
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    # the part of its row-major line that is stored, None for all of it in its own shape
+    offset: tuple[int, ...]  # of the block in the tensor
+    shape: tuple[int, ...]  # of the block
+    # The range of its elements, in row-major order, that is stored; None for all of them in the block's shape.
     span: tuple[int, int] | None
     file: str  # relative to the root
-    replica: int  # 0 the one to load
+    replica: int  # 0 is the one to load
 
 
 @dataclass(slots=True)
@@ -71,12 +70,12 @@ class FlexEntry:
 
 @dataclass(slots=True)
 class FlexListing:
-    """What one save says it holds."""
+    """The content of one save, as its metadata lists it."""
 
     folder: str
     entries: dict[str, FlexEntry] = field(default_factory=dict)  # by key, in the metadata's order
     files: dict[str, None] = field(default_factory=dict)  # relative to the root
-    nested: bool = False  # does any key nest?
+    nested: bool = False  # some key was nested
     # unsafe, globals: of the pickle (see `core.catalog`)
     unsafe: list[str] = field(default_factory=list)
     globals: list[str] = field(default_factory=list)
@@ -134,7 +133,7 @@ class _Stated(NamedTuple):
 
 
 class _FlexMetadataReading:
-    """One metadata file, checked and put into the listing."""
+    """Checks one metadata file and converts it to a listing."""
 
     def __init__(self, folder: str, shown: str) -> None:
         self.listing = FlexListing(folder)
@@ -142,6 +141,7 @@ class _FlexMetadataReading:
         self.faults: list[str] = []
 
     def metadata(self, value: PickledRecord) -> None:
+        """Read all of `Metadata`. Raises InconsistentCheckpoint E1332 with all contradictions at once."""
         states = _dict(value.get("state_dict_metadata") if "state_dict_metadata" in value else None)
         stored = self.storage(_dict(value.get("storage_metadata") if "storage_metadata" in value else None))
         nesting = value.get("flat_mapping") if "flat_mapping" in value else None
@@ -165,6 +165,7 @@ class _FlexMetadataReading:
             )
 
     def damaged(self, what: str, key: str | None = None) -> InconsistentCheckpoint:
+        """The error E1332 for a value of the wrong form."""
         return InconsistentCheckpoint(
             what, code=CONTRADICTION, path=self.shown, key=key, hint="the metadata is damaged: get the checkpoint again"
         )
@@ -203,6 +204,7 @@ class _FlexMetadataReading:
         return out
 
     def stated(self, row: Any, key: str) -> _Stated:
+        """A checked row of state_dict_metadata."""
         if not isinstance(row, PickledRecord) or row.state is None:
             raise self.damaged(f"an entry is {_what(row)}, want LocalTensorMetadata", key)
         whole = row.state.get("global_shape")
@@ -215,12 +217,14 @@ class _FlexMetadataReading:
         )
 
     def sizes(self, value: Any, key: str) -> tuple[int, ...]:
+        """A checked tuple of sizes or offsets."""
         if isinstance(value, tuple | list) and len(value) <= RANK_LIMIT:
             if all(type(n) is int and 0 <= n < 1 << 63 for n in value):
                 return tuple(value)
         raise self.damaged(f"a size or an offset is {str(value)[:100]}, want whole numbers >= 0", key)
 
     def span(self, state: Mapping[str, Any], key: str) -> tuple[int, int] | None:
+        """The checked flattened range of a row, None for a block in its own shape."""
         value = state.get("flattened_range")
         if not state.get("is_flattened") or value is None:
             if value is not None or state.get("is_flattened"):
@@ -236,6 +240,7 @@ class _FlexMetadataReading:
         return numbers[0], numbers[1]
 
     def paths(self, rows: Mapping[Any, Any]) -> dict[str, Path]:
+        """flat_mapping, checked: key -> its path in the nested state."""
         out: dict[str, Path] = {}
         for key, path in rows.items():
             if (
@@ -252,6 +257,7 @@ class _FlexMetadataReading:
     # -- one key -------------------------------------------------------------------------------------------------------
 
     def entry(self, key: str, stated: list[_Stated], stored: list[_Stored], path: Path) -> None:
+        """Add one key to the listing, from its rows in both halves of the metadata."""
         if not stated:
             raise self.damaged("a key without any shard", key)
 
@@ -289,8 +295,10 @@ class _FlexMetadataReading:
         self.listing.entries[key] = FlexEntry(key, path, DTYPES[dtype], shape, shards)
 
     def whole(self, key: str, stated: list[_Stated]) -> tuple[int, ...] | None:
-        """The tensor's shape: what the shards say; old metadata says nothing, then it ends where the last block
-        ends."""
+        """The tensor's shape, None with a fault if its shards disagree.
+
+        Old metadata does not state it: then the tensor ends where its last block ends.
+        """
         given = {row.whole for row in stated if row.whole is not None}
         ranks = {len(row.offset) for row in stated} | {len(row.shape) for row in stated} | {len(s) for s in given}
         if len(given) > 1 or len(ranks) > 1:
@@ -305,8 +313,10 @@ class _FlexMetadataReading:
         return tuple(max(map(add, *axis)) for axis in zip(offsets, sizes, strict=True))
 
     def compare(self, key: str, stated: list[_Stated], stored: list[_Stored], whole: tuple[int, ...]) -> None:
-        """Note where the two halves do not list the same blocks: what is stated and stored nowhere, stored somewhere
-        and is not stated, what is stated and leaves the tensor. Old metadata says no shapes in its second half."""
+        """Add a fault for each block that only one half of the metadata lists, or that leaves the tensor.
+
+        Old metadata has no shapes in its second half.
+        """
         shaped = all(row.shape is not None for row in stored)
         given = {(row.offset, row.shape if shaped else None, row.span): row for row in stated}
         have = {(row.offset, row.shape if shaped else None, row.span): row for row in stored}
@@ -323,7 +333,7 @@ class _FlexMetadataReading:
                 self.faults.append(f"{key}: {held.file} holds {_block(held)}, which state_dict_metadata does not state")
 
     def shard(self, key: str, row: _Stored, stated: list[_Stated], whole: tuple[int, ...]) -> Shard | None:
-        """One stored shard, checked; None for a fault (noted) and for a shard without elements."""
+        """A checked stored shard; None with a fault if it is wrong."""
         shape = row.shape
         if shape is None:
             shapes = {s.shape for s in stated if s.offset == row.offset and s.span == row.span}

@@ -1,5 +1,5 @@
-"""The data files of a flex checkpoint: from a shard of the metadata to chunks of the logical tensor; and what the files
-show besides: static names, degrees, averages without metadata.
+"""The data files of a flex checkpoint: from a shard of the metadata to chunks of the logical tensor; and what else the
+files show: static names, degrees, averages without metadata.
 
 What is stored of a shard is a piece of the row-major line of a local block (all of it, or a flattened range), and the
 block is one box of the logical tensor, or several: a fused `[gate | up]` of TP n is recorded as rank after rank,
@@ -310,7 +310,7 @@ _TEMPORARY_NAME = re.compile(r"(?:generated_tensor|eager_tmp|eager_in_tmp|auto)_
 
 
 def read_static_names(listings: Mapping[str, FlexListing], files: DataFiles) -> dict[str, set[str]]:
-    """Structured name -> its static names (one; several where files contradict each other or stages count anew)."""
+    """Structured name -> its static names: usually one; several if files disagree, or stages restart the counters."""
     names: dict[str, set[str]] = {}
 
     for structured, static in (*_read_name_tables(listings, files), *_read_meta_names(files)):
@@ -352,7 +352,10 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d{1,9})\.")
 
 
 def degrees_of(listings: Iterable[FlexListing], ranks: int) -> tuple[dict[str, int], str]:
-    """(degrees, sharding version). degrees: tp, pp, ep, and dp (all data ranks) where they account for all `ranks`."""
+    """(degrees, sharding version), as far as the boxes and files show them.
+
+    degrees: tp, pp, ep, and dp (all data ranks) if their product is the number of ranks.
+    """
     all_listings = list(listings)
     entries = [entry for listing in all_listings for entry in listing.entries.values()]
 
@@ -379,7 +382,7 @@ def degrees_of(listings: Iterable[FlexListing], ranks: int) -> tuple[dict[str, i
 
 
 def _count_blocks(entry: FlexEntry) -> int:
-    """Into how many blocks an entry is cut along one axis."""
+    """The number of blocks into which an entry is cut along one axis."""
     if len(entry.shards) < 2 or not entry.shape:
         return 1
     boxes = {(shard.offset, shard.shape) for shard in entry.shards if prod(shard.shape)}
@@ -401,10 +404,11 @@ def _count_stages(entries: Sequence[FlexEntry]) -> int:
         if match:
             ranks_by_layer.setdefault(int(match[1]), set()).update(_rank_of(shard.file) for shard in entry.shards)
 
-    # Ranks that hold the same layer are of one stage: joined by union-find.
+    # Ranks that hold the same layer belong to one stage: joined by union-find.
     parent: dict[str, str] = {}
 
     def find_root(rank: str) -> str:
+        """The representative of a rank's stage."""
         while parent.setdefault(rank, rank) != rank:
             parent[rank] = parent[parent[rank]]
             rank = parent[rank]
@@ -436,7 +440,7 @@ def _count_expert_ranks(entries: Sequence[FlexEntry]) -> int:
 
 
 def _count_runs(experts: Mapping[int, set[str]]) -> int:
-    """Runs of neighbouring experts on the same ranks; 1 unless they are of one length and on ranks of their own.
+    """The number of runs of neighbouring experts on the same ranks; 1 unless runs have one length and separate ranks.
 
     experts: number -> ranks that hold it.
     """
@@ -583,8 +587,11 @@ def _find_home(
 
 
 def _find_shard(saved: Saved, home: _Home, file: str, shown: str) -> Shard | None:
-    """Which part of the parameter the average is: that of the same rank's shard in its home; of a whole one, the only
-    box that fits it. None for a slice that is padding alone, or one that another rank of the same data holds too."""
+    """The part of the parameter that an average covers.
+
+    It is the same rank's shard in the other folder, or the only block that has as many elements. None for a slice that
+    is padding alone, or that another rank of the same data holds too.
+    """
     rank_shards = [shard for shard in home.entry.shards if shard.file == home.file]
     numel = prod(saved.shape)
     blocks = [shard for shard in rank_shards or home.entry.shards if shard.span is None and prod(shard.shape) == numel]

@@ -7,7 +7,7 @@ its records.
     model_state/0.metadata, R_0.distcp    every block of the model that rank R computes with
     optimizer_state/, master_weight/      its share of the states: blocks (v1), or flattened ranges without padding (v2)
     ema_state/                            where there are averages: as the masters; of fp32 parameters as the model
-    model_meta.json                       beside averages: the degrees
+    model_meta.json                       if there are averages: the degrees
     scheduler.pdparams, saved_signal_R    the scheduler's values; "1" for each rank that is done
 
 The Trainer's loader wants all three folders, each with one metadata file, so they are there even when nothing is in
@@ -25,16 +25,16 @@ so LayerNorms of a TP 2 job land in `1_0.distcp`, whose rank listed nothing else
 
 Which tensors there are (`fit`), and what is made of others:
 
-    tied embeddings  both names stand in model_state/; states stand once, under the name that is first in the alphabet
+    tied embeddings  model_state/ has both names; states are stored once, under the name that is first in the alphabet
                      (lm_head.weight before model.embed_tokens.weight); with pipeline stages each stage looks for its
                      own name
     bf16 weights     model_state/ has them, although a job with sharding v2 rounds its masters instead; where the source
                      has masters alone they are those, rounded to bf16
 
-Names that the source has and Paddle would not look for stay beside: its loader asks for the keys it knows. Paddle cuts
-k_proj and v_proj where tensor ranks divide the number of key and value heads, and keeps them whole otherwise; here the
-loader goes by the recorded boxes alone, so either way is right. Without a config they are cut where their width
-divides, and a note says so.
+Names that the source has and Paddle would not look for are kept too: its loader asks only for the keys it knows. Paddle
+cuts k_proj and v_proj if tensor ranks divide the number of key and value heads, and keeps full copies otherwise; here
+the loader goes by the recorded boxes alone, so either way is right. Without a config they are cut if their width
+divides, and a note reports it.
 
 Source: PaddleFormers 1.2.0 `trainer/trainer.py` (`_save_flex_model_state`, `_save_flex_optimizer_state`,
 `_load_flex_checkpoint`), PaddlePaddle 3.3.1 `flex_checkpoint/dcp/save_state_dict.py` (`balanced_dedup_key_in_dict`),
@@ -96,32 +96,32 @@ from ckpt_tool.systems.paddle.stored_names import static_key
 
 
 class FlexBlock(NamedTuple):
-    """One local tensor."""
+    """One local tensor of a rank."""
 
     key: str
     path: Path
-    name: str  # its own (static) name
+    name: str  # its static name
     dtype: DType
-    # offset, shape, whole: of its block in the global tensor
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    whole: tuple[int, ...]
-    span: tuple[int, int] | None  # the part of the block's line that is stored, None for all of it
-    number: int
+    offset: tuple[int, ...]  # of its block in the global tensor
+    shape: tuple[int, ...]  # of its block
+    whole: tuple[int, ...]  # shape of the global tensor
+    span: tuple[int, int] | None  # the range of the block's elements that is stored, None for all of them
+    number: int  # index of the wanted tensor
     boxes: Boxes  # what fills the block, of wanted tensor `number`
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """What makes items of two ranks one."""
+        """Equal for items of two ranks that are stored once."""
         return self.key, self.offset, self.span, self.shape
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
+        """The shape of the array in the file: flat for a range."""
         return self.shape if self.span is None else (self.span[1] - self.span[0],)
 
 
 def whole_item(key: str, path: Path, name: str, tensor: WantedTensor, number: int) -> FlexBlock:
-    """A tensor that every rank holds whole."""
+    """The item of a tensor of which every rank holds a full copy."""
     shape = tensor.shape
     box = whole(tensor.shape)
     return FlexBlock(key, path, name, tensor.dtype, (0,) * len(shape), shape, shape, None, number, ((box, box),))
@@ -130,7 +130,7 @@ def whole_item(key: str, path: Path, name: str, tensor: WantedTensor, number: in
 def block_item(
     key: str, name: str, tensor: WantedTensor, number: int, block: Block, span: tuple[int, int] | None
 ) -> FlexBlock:
-    """A rank's block of a tensor, or a range of its line. The global tensor is the blocks laid end to end."""
+    """The item of a rank's block, or of a range of it. Concatenated, the blocks make up the global tensor."""
     shape = joined_shape(block.shape, block.cut, block.of)
     return FlexBlock(key, (key,), name, tensor.dtype, block.offset, block.shape, shape, span, number, block.boxes)
 
@@ -144,7 +144,7 @@ class FlexSave(NamedTuple):
 
 
 def kept(ranks: Iterable[tuple[int, Sequence[FlexBlock]]], unique: int = 0) -> FlexSave:
-    """What each rank's file keeps of its items. ranks: (rank, its items), in the order of ranks."""
+    """Decide which file stores each item, as Paddle does. ranks: (rank, its items), in the order of ranks."""
     homes: dict[tuple[object, ...], list[int]] = {}
     first: dict[tuple[object, ...], FlexBlock] = {}
     stated: dict[str, list[FlexBlock]] = {}
@@ -174,17 +174,18 @@ def kept(ranks: Iterable[tuple[int, Sequence[FlexBlock]]], unique: int = 0) -> F
 
 
 def file_name(rank: int, unique: int = 0, *, safetensors: bool = False) -> str:
+    """The name of a rank's data file in save number `unique`."""
     return f"{rank}_{unique}.{'safetensors' if safetensors else 'distcp'}"
 
 
-# -- heads that nobody states ------------------------------------------------------------------------------------------
+# -- heads that no config states ---------------------------------------------------------------------------------------
 
 _STATED = ("num_key_value_heads", "multi_query_group_num", "num_attention_heads", "n_head")
 _KEYS = (".k_proj.weight", ".v_proj.weight", ".kv_b_proj.weight")
 
 
 def with_heads(wanted: Wanted) -> tuple[Wanted, tuple[str, ...]]:
-    """`wanted` with a number of key and value heads that its tensor ranks can take, and the note that says so."""
+    """`wanted` with a number of key and value heads that fits its tensor ranks, and a note; unchanged if stated."""
     tp = wanted.wish.degrees.at("tp")
     config = config_of(wanted)
     facts = text_config(config)
@@ -223,7 +224,7 @@ def _settle_parameter(rows: Rows, requested: Wanted) -> LaidParameter:
 
 
 def _add_tied_states(rows: Rows, laid: LaidParameter, dropped: list[dict[str, Any]]) -> Rows:
-    """States of a tied pair under every name by which Paddle's loader asks for them, beside those that there are."""
+    """Add the states of a tied pair under every name by which Paddle's loader asks for them."""
     head = next((p for p in laid.parameters.values() if p.alias is not None), None)
     if head is None or head.alias is None:
         return rows
@@ -251,8 +252,10 @@ ALWAYS = (MODEL_FOLDER, OPTIMIZER_FOLDER, MASTER_FOLDER)
 
 
 def flex_target(wanted: Wanted) -> Target:
-    """The folder. Raises UsageError E1271 (a state without a name), and as `paddle.layout.settle` where ranks are
-    wanted."""
+    """The plan of the output folder.
+
+    Raises UsageError E1271 (a state that has no suffix), and as `paddle.layout.settle` if degrees are given.
+    """
     notes: list[str] = []
     plain = _plain_items(wanted)
     if plain is not None:
@@ -297,6 +300,7 @@ class _FlexWriter:
         self._blocks = lru_cache(maxsize=None)(self._make_blocks)
 
     def files(self) -> list[TargetFile]:
+        """All files of the Trainer's folders, and a marker for each rank."""
         ranks = self.ranks()
         folders = [*ALWAYS, *([EMA_FOLDER] if EMA in self.by_state else [])]
         out: list[TargetFile] = []
@@ -307,7 +311,7 @@ class _FlexWriter:
         return out + [whole_file(f"saved_signal_{number}", b"1") for number, _ in ranks]
 
     def _meta(self) -> bytes:
-        """The degrees, which Paddle's callbacks for averages hold against their own before they take any."""
+        """The degrees, which Paddle's callbacks for averages compare with their own before they load any."""
         degrees = self.laid.degrees if self.laid else JobDegrees()
         return meta_json(degrees, {})
 
@@ -383,6 +387,7 @@ class _FlexWriter:
         return block_item(key, name, tensor, number, block, None if span is None else (span.start, span.stop))
 
     def tensor(self, number: int) -> WantedTensor:
+        """The wanted tensor of an index."""
         return self.wanted.tensors[number]
 
     def key(self, tensor: WantedTensor) -> str:

@@ -44,8 +44,11 @@ def named_by_statements(chosen: Chosen, job: Conversion) -> Chosen:
 
 
 def _bands(chosen: Chosen) -> dict[str, int]:
-    """{parameter: bands along its last dim}, where its stored boxes cut that alone: how many ranks a fused weight was
-    cut for that its format does not know to be one. (Those it knows are plain already: their boxes alternate.)"""
+    """The number of bands along the last dim, {parameter: bands}, for parameters that are cut along that dim alone.
+
+    It is the number of ranks of a fused weight that the source's format does not recognise as fused. Weights that it
+    does recognise are unfused already: their boxes alternate.
+    """
     out = {}
     for row in chosen.stored:
         tensor = row.tensor

@@ -3,7 +3,7 @@
 
 The one idea: a rank's file is a flat dict under the model's global (single-card) names, holding the rank's parts;
 coordinates (from the file names), rules by name (`paddle.rules`) and the sharding strategy turn parts into boxes of
-logical tensors, and tables of names say whose the optimizer's nameless accumulators are. Nothing of a pickle is run.
+logical tensors, and tables of names map the optimizer's accumulators to parameters. No pickle is executed.
 
     model_state.tp01.pdparams   {"model.layers.0.mlp.up_proj.weight": (32, 24) uint16, ...}
     optimizer.tp01.pdopt        {"linear_5.w_0_fp32_master_0_moment1_0": (32, 24) float32, "master_weights": {...}, ...}
@@ -25,12 +25,13 @@ Specification (PaddleFormers 1.2.0, PaddleNLP 3.0.0b4, paddlepaddle 3.3.1; files
     copy.
 * bfloat16 is stored as uint16 without a mark. Paddle has no uint16, so a tensor with a name is one; of a bare array
   master weights, the meta or config.json say it, else the user must say it (E1314).
-* Where a rule needs sizes and there is no config, the ranks' values tell parts from copies (`paddle.pdparams.gather`).
+* If a rule needs sizes and there is no config, the ranks' values decide between parts and copies
+  (`paddle.pdparams.gather`).
 * Tied embeddings have two structured names and one static name: the optimizer's tensors go under the first of the
     table.
 * `scheduler.pdparams`, `scaler.pdparams`: plain values, extras `scheduler`, `scaler`. `training_args.bin`,
   `trainer_state.*`, `rng_state_*.pth` are pickles of the job's own classes: named in a note, neither read nor carried.
-* One file alone: a state dict, an optimizer (names by the model file beside it, else static), or anything nested
+* One file alone: a state dict, an optimizer (names by the model file next to it, else static), or anything nested
     (`state_dict.paths`).
 
 States: model, master, exp_avg, exp_avg_sq, beta1_pow_acc, beta2_pow_acc ([1]), momentum_buffer, max_exp_avg_sq, ema;
@@ -76,7 +77,7 @@ class _Paddle:
     )
 
     def detect(self, tree: Tree) -> Evidence | None:
-        """By names; of a single file also by its first two bytes."""
+        """Claim a folder by file names; a single file also by its first bytes."""
         if tree.single is not None:
             if not tree.single.endswith(EXTENSIONS) or tree.head(tree.single, 2)[:1] != b"\x80":
                 return None
@@ -112,12 +113,12 @@ class _Paddle:
         return fit(tensors, extras, hints, wish)
 
     def rank_of(self, path: str, mesh: Mapping[str, int]) -> Mapping[str, int] | None:
-        """The coordinates of the name."""
+        """The coordinates in a file's name, None for any other file."""
         file = rank_file(path.rpartition("/")[2])
         return file.at if file is not None else None
 
     def target(self, wanted: Wanted, layout: Layout) -> Target:
-        """The whole output; see `systems.paddle.pdparams.target`."""
+        """The plan of the output; see `systems.paddle.pdparams.target`."""
         from ckpt_tool.systems.paddle.pdparams.target import paddle_target
 
         return paddle_target(wanted)

@@ -13,8 +13,8 @@ ones) shows nothing. All states of a tensor are compared: weights in few bits ma
 not. Up to 1 MiB a rank and state is read for one tensor of each kind; nothing where a config or a meta states it.
 
 Experts: Paddle's model classes keep a list as long as there are experts, with holes for those of other ranks, so names
-bear global numbers. A class that lists its own alone counts from 0 on every rank, and then the same names stand in the
-files of all expert ranks: rank e's expert i is number e * own + i.
+have global numbers. A class that lists only its own experts counts from 0 on every rank, and then the files of all
+expert ranks have the same names: rank e's expert i is number e * own + i.
 
     2 expert ranks, both hold experts.0, experts.1; config: 4 experts      rank 1's experts.1 -> experts.3
     the same, config: 2 experts                                            copies of one another
@@ -65,8 +65,10 @@ LOOKED_AT = 1 << 20  # bytes of each rank's array
 
 
 def differ(tree: Tree, lists: Sequence[Sequence[StoredArray]]) -> bool | None:
-    """Do ranks' arrays hold different values? lists: of each state of a tensor the ranks' arrays, of one shape and
-    dtype. None: they can't tell."""
+    """Whether the ranks' arrays have different values; None if the values do not decide it.
+
+    lists: for each state of a tensor the ranks' arrays, of one shape and dtype.
+    """
     verdicts = [_differ(tree, arrays) for arrays in lists]
     if True in verdicts:
         return True
@@ -95,11 +97,10 @@ _COUNTS = ("num_experts", "n_routed_experts", "moe_num_experts", "num_local_expe
 
 @dataclass(frozen=True, slots=True)
 class Numbering:
-    """local: experts of one rank, 0 where names bear global numbers. own: ranks hold experts that others do not
-    have."""
+    """How the names of experts are numbered."""
 
-    local: int = 0
-    own: bool = False
+    local: int = 0  # experts of one rank, 0 if names have global numbers
+    own: bool = False  # ranks hold experts that others do not have
 
     def logical(self, name: str, ep: int) -> str:
         """The name with the global number."""
@@ -108,7 +109,7 @@ class Numbering:
         return _NUMBER.sub(lambda found: f"{found[1]}{int(found[2]) + ep * self.local}", name, count=1)
 
     def is_apart(self, name: str) -> bool:
-        """May other ranks of the stage lack it?"""
+        """Whether other ranks of the stage may lack the tensor."""
         return self.own and is_expert(name)
 
 
@@ -119,8 +120,14 @@ def number_experts(
     *,
     parted: bool = True,
 ) -> Numbering:
-    """How experts are numbered. held: the names of each (tp, pp, ep). parted: False where a meta says that every rank
-    has all (no expert is kept out of the gradients' synchronisation)."""
+    """How experts are numbered.
+
+    Args:
+        held: The names in the files of each (tp, pp, ep).
+        degrees: Of the job.
+        config: The model's config.
+        parted: False if a meta shows that every rank has all experts (gradients of all are synchronised).
+    """
     numbers: dict[tuple[int, int, int], frozenset[int]] = {}
     for at, names in held.items():
         matches = map(_NUMBER.search, names)
@@ -176,8 +183,8 @@ class PaddleGathering:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     distributed: dict[str, bool] = field(default_factory=dict)  # what the meta says of it
     sliced: bool | None = None  # the states are slices (v2), None where nothing states it
-    apart: Callable[[str], bool] = lambda name: False  # is a name an expert of one rank, which others lack?
-    # do the ranks' arrays of a name (a list a state) hold different values (`paddle.pdparams.gather`)?
+    apart: Callable[[str], bool] = lambda name: False  # whether a name is an expert that other ranks lack
+    # Whether the ranks' arrays of a name (one list for each state) have different values (`differ`).
     differ: Callable[[str, list[list[StoredArray]]], bool | None] = lambda name, lists: None
     saw_slices: bool = False
     _found: dict[TensorKey, dict[tuple[int, int, int], list[FileShare]]] = field(default_factory=dict)
@@ -206,6 +213,7 @@ class PaddleGathering:
         group.append(held)
 
     def keys(self) -> Iterable[TensorKey]:
+        """The tensors that the files hold."""
         return self._found
 
     def holders(self, key: TensorKey) -> Iterable[tuple[int, int]]:
@@ -254,7 +262,7 @@ class PaddleGathering:
         return LogicalTensor(key, shape, first.dtype, tuple(chunks))
 
     def _scalar(self, key: TensorKey, groups: Iterable[list[FileShare]], local: tuple[int, ...] | None) -> bool:
-        """Is it one number a parameter (a power of beta)?"""
+        """Whether the state is one number for each parameter (a power of beta)."""
         if key.state in SCALARS:
             return True
         if key.state in (MODEL, MASTER, EMA) or local is None:
@@ -266,8 +274,10 @@ class PaddleGathering:
         return True
 
     def _has_own_shape(self, key: TensorKey, groups: Iterable[list[FileShare]], local: tuple[int, ...]) -> bool:
-        """Is it a state of a shape of its own (factors, scales of quantised moments), whole in one file? Moments are
-        not."""
+        """Whether the state has a shape of its own (factors, scales of quantised moments) and is complete in one file.
+
+        Moments always have their parameter's shape.
+        """
         if key.state in (MODEL, MASTER, EMA) or key.state in MOMENTS or self.degrees.tp > 1 or self.sliced:
             return False
         return all(len(group) == 1 and group[0].saved.shape != local for group in groups)
@@ -307,7 +317,7 @@ class PaddleGathering:
         return cut
 
     def _decide_by_values(self, name: str) -> bool | None:
-        """Is it parted? By the values of one tensor of its kind, in all states that ranks keep whole."""
+        """Whether ranks hold parts, by the values of one tensor of each kind, in all states that are not sliced."""
         kind = _NUMBERS.sub("#", name)
         if kind not in self._kinds:
             lists = []
@@ -321,7 +331,7 @@ class PaddleGathering:
         return self._kinds[kind]
 
     def parted_heads(self) -> bool | None:
-        """Do the ranks hold parts of keys and values, as far as their values show? None where nothing needed it."""
+        """Whether the ranks hold parts of keys and values, by their values; None if no rule needed to know."""
         seen = [parted for kind, parted in self._kinds.items() if kind.endswith(".k_proj.weight")]
         return seen[0] if seen else None
 
@@ -375,8 +385,11 @@ class PaddleGathering:
         return chunks
 
     def _padded_lengths(self, name: str, numel: int) -> set[int]:
-        """Elements that a parameter may take in a fused buffer: the next multiple of 256 bytes times the ranks. One
-        that has a master is of 16 bits. Never fewer: where a slice was lost, the others must not make a whole."""
+        """The numbers of elements that a parameter may take in a fused buffer, padded to 256 bytes times the ranks.
+
+        A parameter with a master has 16 bits. A smaller number is never accepted: if a slice is missing, the others
+        must not pass for the complete tensor.
+        """
         ranks = self.degrees.moe_sharding if self.apart(name) else self.degrees.sharding
         widths = (2,) if TensorKey(name, MASTER) in self._found else (2, 4)
         return {padded(numel, width, ranks) for width in widths}

@@ -110,7 +110,7 @@ class PaddleReading:
         Args:
             extras: of the other files, which take precedence over those of the ranks' files.
             sidefiles: files that are copied.
-            beside: the other files that were read.
+            beside: other files that were read.
         """
         self._add_meta_shapes()
 
@@ -152,7 +152,7 @@ class PaddleReading:
         return stages.get((where.tp, where.pp, where.ep)) or stages.get((where.tp, where.pp, 0))
 
     def _collect_names(self, extra: Iterable[str]) -> None:
-        """Tables of names by (tp, pp, ep): the metas', then the model files', which must not contradict."""
+        """Collect the name tables by (tp, pp, ep): the metas' first, then the model files', which must agree."""
         for where in self.where.values():
             stage = self._find_meta(where)
             if stage is not None:
@@ -629,6 +629,7 @@ def _refuse_lost_averages(tree: Tree, reading: PaddleReading) -> None:
     """Raise Incomplete E0302 for an average's file that lacks what the optimizer's of the same rank has masters of."""
 
     def find_masters(file: RankFile) -> set[str]:
+        """The static names of the master weights in a file."""
         leaves = reading.contents[file.name].leaves
         return {str(saved.path[1]) for saved in leaves if saved.path[0] == MASTER_WEIGHTS and len(saved.path) == 2}
 

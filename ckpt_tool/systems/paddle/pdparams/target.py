@@ -13,19 +13,21 @@ holes:
 Kinds. `sharding_io` (the states are shared: `model_meta.json`, a model file a rank): every parameter is on one
 sharding rank, by owner (v1) or place in the list modulo the ranks (v2), as Paddle does for fp32 jobs. Of bf16 jobs
 Paddle leaves the weights out and rounds the masters again when it loads; we write the weights that there are: its
-loader does not look at them, and no bit is lost that is not the rounding. `plain` (nobody shares, or the source was
-so): a model file a tensor and expert rank.
+loader ignores them, and no bit is lost that is not the rounding. `plain` (states are not sharded, or the source was
+plain): a model file a tensor and expert rank.
 
 The tensors that are written hold the same training state as the source's, some of them made of others (`fit`):
 
     tied embeddings  one tensor in a process, and its states once: under the embedding; with pipeline stages the first
-                     and the last hold one each, so states stand under both names
+                     and the last hold one each, so states are stored under both names
     float32 weights  of a bf16 model have no master in a job; a unified checkpoint's copies of them are left out
-    bf16 weights     a source of `sharding_io` may have none: without shared states they are the fp32 masters rounded to
-                     bf16, as Paddle's loader rounds them; what others with masters alone computed in, nobody knows
+    bf16 weights     a source of `sharding_io` may have none: if states are not sharded they are the fp32 masters
+                     rounded to bf16, as Paddle's loader rounds them; the dtype of other sources with masters alone is
+                     unknown
 
-What the source lacks: static names are made; the scheduler is written if it is Paddle's; foreign plain values stand in
-`ckpt_extras.json`, which Paddle does not look at. Accumulators under their own name keep it: `<static>_NAME_0`.
+Not in the source: static names are generated; the scheduler is written if it is Paddle's; other systems' plain values
+go to `ckpt_extras.json`, which Paddle ignores. Accumulators that Paddle does not know keep their name:
+`<static>_NAME_0`.
 Sources: PaddleFormers 1.2.0 `trainer/trainer.py`, `trainer/training_args.py` (suffixes),
 `trainer/utils/sharding_io.py` (`_recover_params_from_master_weights`), `nn/pp_model.py` (`SharedLayerDesc`), runs of
 tied models; paddlepaddle 3.3.1 `optimizer/optimizer.py` (`state_dict`). Code: E1254 a state that can't be cut. Cost:
@@ -115,6 +117,7 @@ class _PaddleWriting:
         self.scheduler = stated if isinstance(stated, Mapping) else None
 
     def target(self) -> Target:
+        """All files of the output."""
         files: list[TargetFile] = []
         for rank in self.laid.degrees.ranks():
             if self._writes_model(rank):
@@ -384,7 +387,7 @@ def fit(tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], hints: Hint
     wanted, laid = _settle_parameters(rows, requested)
     rows = _add_tied_states(rows, laid, dropped)
     own = paddle_hints(wanted)
-    if kind_of(laid, wanted) == PLAIN and own.kind == IO:  # so they are bf16; of other sources nobody knows
+    if kind_of(laid, wanted) == PLAIN and own.kind == IO:  # such weights are bf16; of other sources it is unknown
         rows = with_weights(rows, wish, casts, dropped)
     return Fitted(tuple(rows), casts, tuple(dropped))
 
@@ -400,7 +403,7 @@ def with_rows(requested: Wanted, rows: Rows) -> Wanted:
 
 
 def with_head(rows: Rows, laid: LaidParameter, dropped: list[dict[str, Any]]) -> Rows:
-    """The tied head beside the embedding, as Paddle's files have it, where the config says that they are one."""
+    """Add the tied head to the embedding, as Paddle's files have it, if the config says that they are tied."""
     names = {row.key.name for _, row in rows if row.key.state == MODEL}
     has_head = any(name == HEAD or name.endswith(f".{HEAD}") for name in names)
     if text_config(laid.config).get("tie_word_embeddings") is not True or has_head:
@@ -464,7 +467,7 @@ def _add_tied_states(rows: Rows, laid: LaidParameter, dropped: list[dict[str, An
 
 
 def with_weights(rows: Rows, wish: LayoutWish, casts: dict[TensorKey, DType], dropped: list[dict[str, Any]]) -> Rows:
-    """Weights of the model where the source has masters alone; none anew that was removed by name."""
+    """Add weights of the model for masters without one, rounded to bf16; not for weights that the user removed."""
     have = {row.key.name for _, row in rows if row.key.state == MODEL}
     have |= {key.name for key in wish.removed if key.state == MODEL}
     made: Rows = []
@@ -480,4 +483,5 @@ def with_weights(rows: Rows, wish: LayoutWish, casts: dict[TensorKey, DType], dr
 
 
 def made_of(reason: str, state: str = MODEL) -> dict[str, Any]:
+    """A row of the report for tensors that are derived from others: nothing is lost."""
     return {"state": state, "tensors": 0, "bytes": 0, "reason": reason}

@@ -16,7 +16,7 @@ its safetensors files alone.
      "weight_map": {"lm_head.weight/moment1_0": "optimizer-00001-of-00001.safetensors", ...},
      "master_weights": true}
 
-An index is the authority on names and files, and every word beside `weight_map` means something: `type` ("lora"),
+An index is the authority on names and files, and its members next to `weight_map` have a meaning: `type` ("lora"),
 `master_weights`, `ckpt_quant_stage` ("O1", "O2"), `quant_ckpt_resume_times`, `optim_shard_num`. An optimizer index
 without `weight_map` means that ranks wrote files of their own (`ignore_merge_optimizer`), as Paddle's loader takes it.
 `total_size` may be a float in old files (a bool counted an eighth of a byte). An empty `weight_map` is no fault: the
@@ -31,7 +31,7 @@ of stage O2, which it names though they are packed into the second.
     optimizer   model.norm.weight/beta1_pow_acc_0    model.norm.weight, beta1_pow_acc      (F32 [1])
     optimizer   model.norm.weight/anything_0         model.norm.weight, anything
 
-A key is parted at its last `/` (Paddle's structured names have none). Quantised moments:
+A key is split at its last `/` (Paddle's structured names have none). Quantised moments:
 `weight_schemes.paddle_states`.
 
 Source: PaddleFormers 1.2.0 `utils/env.py` (names), `trainer/training_args.py` (`optimizer_name_suffix`: parts of degree
@@ -326,7 +326,7 @@ def check_indexes(tree: Tree, files: UnifiedFiles) -> None:
 
 
 def notes_of(tree: Tree, taken: Iterable[str], sidefiles: Iterable[str]) -> list[Note]:
-    """What is beside and is not read: files of the job, files that no index names, anything else."""
+    """Notes on files that are not read: those of the job, those that no index names, and any others."""
     known = {*taken, *sidefiles}
     job = list[str]()
     stray = list[str]()
@@ -354,7 +354,7 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
 
 
-# -- files held against their index ------------------------------------------------------------------------------------
+# -- files compared with their index -----------------------------------------------------------------------------------
 
 MISSING_FILES = "E0380"
 NOT_IN_FILE = "E0381"
@@ -375,7 +375,7 @@ class IndexedFiles(NamedTuple):
 
 
 def read_part(tree: Tree, index: PaddleIndex, *, lenient: bool) -> IndexedFiles:
-    """The headers of every file that `index` names, held against it.
+    """Read the headers of every file that `index` names, and compare them with it.
 
     Raises Incomplete (E0380 files, E0381 tensors), InconsistentCheckpoint (E0383 a tensor in two files, E0382 one that
     the index does not name).
@@ -490,7 +490,10 @@ def _total(
     rows: Mapping[str, tuple[SafetensorsHeader, int]],
     again: Mapping[str, Sequence[tuple[SafetensorsHeader, int]]],
 ) -> list[Note]:
-    """A note where the index states another size than its tensors have. A quantised optimizer's is of before."""
+    """A note if the index states another size than its tensors have.
+
+    For a quantised optimizer it is the size before quantisation, so it is not compared.
+    """
     if index.total_size is None or index.stage:
         return []
     actual = sum(header.kinds[row].nbytes for header, row in rows.values())

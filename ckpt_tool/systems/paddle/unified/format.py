@@ -19,7 +19,7 @@ A folder `checkpoint-STEP/` with up to three kinds of safetensors files, each wi
   quantised moments (`weight_schemes.paddle_states`). PaddleNLP 3.0 wrote bf16 as U16.
 * Tied embeddings: a job of one process stores the optimizer's states under the last name (lm_head.weight), one of
   several under both. Either is shown as it is stored. Written from another format: under both, which either job loads.
-* Beside: config.json, tokenizer, scheduler.pdparams, scaler.pdparams (`systems.paddle.extras`); pickles of the job
+* Also: config.json, tokenizer, scheduler.pdparams, scaler.pdparams (`systems.paddle.extras`); pickles of the job
   (training_args.bin, trainer_state.bin, rng_state*.pth), which nothing here opens.
 
 Source: paddleformers 1.2.0 and 0.4.0 `trainer/unified_checkpoint/*.py`, paddlenlp 3.0.0b4, and checkpoints that they

@@ -1,12 +1,13 @@
-"""An optimizer that each rank wrote for itself (`ignore_merge_optimizer`): the ranks' tensors as whole ones again.
+"""An optimizer that each rank wrote for itself (`ignore_merge_optimizer`): the ranks' tensors joined to unsharded ones.
 
     optimizer.tp01_shard00.safetensors   mlp.gate_proj.weight/moment1_0 [32, 24]   columns 24-47 of [32, 48]
     optimizer.tp01_shard01.safetensors   mlp.up_proj.weight/moment1_0   [400]      sharding v2: a slice of a rank's line
 
-The merged model beside it has every whole shape, and `paddle.rules` has the cut of every name; what a rank holds of it
-is the whole of its share, or, where the lengths show so, slices of its share's row-major line, end to end in the order
-of the sharding ranks, zeros behind the last (dropped here). Beta powers and what tensor ranks share are in several
-files: replicas. `gather_split_param` leaves whole shares, each in one of the sharding ranks' files.
+The merged model next to it has every unsharded shape, and `paddle.rules` has the cut of every name. A rank holds its
+complete share, or, if the lengths show it, a slice of that share in row-major order: the slices are concatenated in the
+order of the sharding ranks, with zeros after the last (dropped here). Beta powers, and tensors of which each tensor
+rank has a full copy, are in several files: replicas. `gather_split_param` leaves complete shares, each in one of the
+sharding ranks' files.
 
 Source: PaddleFormers 1.2.0 `trainer/unified_checkpoint/unified_checkpoint.py` (`save_non_merge_optimizer`),
 `sharding_split_param_utils.py` (`reshape_params`: the padding), `trainer/training_args.py` (`optimizer_name_suffix`).
@@ -163,7 +164,8 @@ def join(
     ):
         hint = "resume it in Paddle at these degrees and save with the optimizer merged"
         raise _unplaced_error(key, first, "a quantised state in parts: each rank has scales of its own", hint)
-    sliced = len(first.shape) == 1 and len({each.at[2] for each in held}) > 1  # or whole beside nothing but padding
+    # Or one rank has all of it, and the others nothing but padding.
+    sliced = len(first.shape) == 1 and len({each.at[2] for each in held}) > 1
     alike = all(each.array.shape == full for each in held) and not sliced
     if key.state.endswith("pow_acc") or key.state in quant.STATES or alike:
         return _copies(key, first.shape, held)
@@ -173,7 +175,7 @@ def join(
 
 
 def _copies(key: TensorKey, shape: Shape, held: Sequence[ArrayOfRank]) -> LogicalTensor:
-    """Every rank holds the whole: the first writes, the others are compared."""
+    """The tensor of which every rank holds a full copy: the first is read, the others are compared with it."""
     chunks = [Chunk(whole(shape), each.array, whole(shape)) for each in held if each.array.shape == shape]
     if len(chunks) != len(held):
         raise _mixed_error("the ranks hold it in several shapes", held[-1].array.path, str(key))

@@ -13,7 +13,7 @@ with the shapes of those; what 16-bit integers are; what the masters of `skip_sa
 
 Which weights are stored transposed is decided for each file and each tensor, never guessed: with `save_to_hf` (the
 default since PaddleFormers 0.3) the model file holds Linear weights as Hugging Face does, [out, in], and says
-`"format": "pt"`; optimizer and master weights beside it stay in Paddle's [in, out]. A square weight shows nothing by
+`"format": "pt"`; the optimizer and master weights remain in Paddle's [in, out]. A square weight shows nothing by
 its shape. What decides, in this order:
 
     the file says "np"                                            as it is stored
@@ -74,6 +74,7 @@ Shape = tuple[int, ...]
 
 
 def may_be_transposed(name: str, shape: Shape) -> bool:
+    """Whether a weight is one of those that `save_to_hf` may transpose: a matrix, and no LoRA factor."""
     return len(shape) == 2 and "lora" not in name and name.endswith(".weight")
 
 
@@ -180,13 +181,14 @@ class Lying(NamedTuple):
         return shape[::-1] if self.flip else shape
 
     def array(self) -> StoredArray:
+        """The stored array in Paddle's layout: a transposition costs only other strides."""
         stored = self.header.stored(self.row)
         strides = (1, stored.shape[1]) if self.flip else None
         return stored.view(0, self.shape, strides, dtype=self.dtype)
 
 
 class UnifiedTable(Mapping[TensorKey, LogicalTensor]):
-    """Order: as given."""
+    """The tensors of a catalog, built from header rows when they are used; in the order given."""
 
     def __init__(self, entries: Mapping[TensorKey, Lying | LogicalTensor]) -> None:
         self._entries = entries

@@ -6,9 +6,9 @@ the same line written with swapped strides.
 Which layout the model file gets: the loader of PaddleFormers 0.4 to 1.2.0 does not look at `format` but transposes
 whenever the training argument `convert_from_hf` is on, which it is by default; PaddleNLP 3.0 refuses `pt`. So: the
 source's own layout where it was a unified checkpoint; else `pt` where the model type is known (its list says what is
-transposed), else `np` with a note that says how to load it. LoRA weights are stored alike in both. Where no config.json
-goes along (or the user named the model), the header says `ckpt_model_type` beside `pt`, so that the file can be read by
-itself; so it does where there is the model alone, which otherwise would pass for a Hugging Face folder.
+transposed), else `np` with a note that says how to load it. LoRA weights are stored alike in both. If no config.json is
+written (or the user named the model), the header has `ckpt_model_type` next to `pt`, so that the file can be read by
+itself; the same for a model alone, which otherwise would pass for a Hugging Face folder.
 
 A job of one process reads the first file of each index alone (PaddleFormers 1.2.0 `load_save_single_card.py`): a note
 says so where there are more. Scales of a quantised optimizer are stored in the file of the tensor that they scale: each
