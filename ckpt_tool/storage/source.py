@@ -378,12 +378,14 @@ class Tree:
         return fd
 
     def identity(self, path: str) -> Identity:
-        """Device, inode, size, times of the file at first sight. Raises SourceChanged when it has others by now."""
+        """Device, inode, size and times of the file when it was first opened. Raises SourceChanged if they differ
+        now."""
         path = base_of(path)
         return self._hold(path, self.fd(path))
 
     def _hold(self, path: str, fd: int) -> Identity:
-        """A file is one file for as long as the tree is open: a header of one and bytes of another never mix."""
+        """Check that a path still refers to the file that was first opened under it, so that the header of one file is
+        never combined with bytes of another. Returns that file's identity."""
         now = identity_of(stat_of(fd, self.display(path)))
         first = self._seen.setdefault(path, now)
         if first != now:
@@ -400,7 +402,7 @@ class Tree:
             close_read(fd)
 
     def identities_by_name(self, paths: Iterable[str]) -> list[Identity | None]:
-        """The same of several files; None for one that a store does not have any more. Raises as `open` does."""
+        """The same for several files; None for one that a store does not have any more. Raises as `open` does."""
         return [self.identity_by_name(path) for path in paths]
 
     def check_unchanged(self, *, pointers: bool = True) -> None:
@@ -408,10 +410,10 @@ class Tree:
         Reading can't detect this: the descriptor of a file that is rewritten in place stays valid.
 
         Args:
-            pointers: look at the folders above too, whose pointer files led here.
+            pointers: check the folders above too, whose pointer files led here.
 
         Raises:
-            StorageError: a disk that fails does not say which file it is.
+            StorageError: the disk fails, so whether a file changed is not known.
         """
         first_sight = dict(self._seen)
         for path, first in first_sight.items():
@@ -427,13 +429,13 @@ class Tree:
             self.above.check_unchanged()
 
     def watch(self, paths: Iterable[str]) -> None:
-        """Count these files, of which nothing is read, among those that may not change."""
+        """Include files in `check_unchanged` although nothing is read of them."""
         for path in paths:
             self.identity(path)
 
     def expect(self, ranges: Iterable[tuple[str, int, int]], *, then: bool = False) -> None:
-        """This thread will read these ranges next, in this order: (path, first byte, number of bytes). then: after what
-        it said before. For trees behind a URL, which fetch them ahead."""
+        """Announce the ranges that this thread will read next, in order: (path, first byte, number of bytes). Trees
+        behind a URL prefetch them; others do nothing. then: after the ranges announced before."""
 
     def size(self, path: str) -> int:
         """Size in bytes."""
@@ -442,7 +444,7 @@ class Tree:
         return stat_of(self.fd(path), self.display(path)).st_size
 
     def parts(self, path: str, offset: int, nbytes: int) -> list[memoryview]:
-        """What `read` gives, without a copy where a tree has it at hand in parts."""
+        """As `read`, as a list of buffers, without a copy if the tree has the bytes in buffers."""
         return [memoryview(self.view(path, offset, nbytes))]
 
     def fill(self, path: str, offset: int, view: memoryview) -> None:
@@ -450,7 +452,7 @@ class Tree:
         view[:] = self.view(path, offset, len(view))
 
     def view(self, path: str, offset: int, nbytes: int) -> bytes | memoryview:
-        """What `read` gives, for those who copy it at once; without a copy where a tree has it at hand."""
+        """As `read`, without a copy if the tree has the bytes in one buffer. For callers that copy them immediately."""
         return self.read(path, offset, nbytes)
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
@@ -468,9 +470,11 @@ class Tree:
         at = offset
         while nbytes:
             try:
+                # Linux reads at most 2 GiB in one call.
                 part = os.pread(fd, min(nbytes, 1 << 30), at)
             except OSError as e:
                 raise wrap_os_error(e, self.display(path), "reading", offset=at) from e
+            # An empty read has two causes, which the size tells apart: the file was cut, or the disk fails.
             now = size if part else stat_of(fd, self.display(path)).st_size
             if now < at + nbytes and not part:
                 raise SourceChanged(
@@ -497,12 +501,12 @@ class Tree:
         return data
 
     def count(self, nbytes: int) -> None:
-        """So many bytes were read through a descriptor."""
+        """Add to `bytes_read` what was read through a descriptor."""
         with self._lock:
             self.bytes_read += nbytes
 
     def size_within(self, path: str, *, limit: int) -> int:
-        """Size in bytes, refused when larger than `limit`."""
+        """The size in bytes. Raises CorruptFile E0312 if it is larger than `limit`."""
         size = self.size(path)
         if size > limit:
             raise CorruptFile(
@@ -514,7 +518,7 @@ class Tree:
         return size
 
     def read_whole(self, path: str, *, limit: int) -> bytes:
-        """The whole file, refused when longer than `limit` bytes."""
+        """The whole file. Raises CorruptFile E0312 if it is longer than `limit` bytes."""
         return self.read(path, 0, self.size_within(path, limit=limit))
 
     def head(self, path: str, nbytes: int = 64) -> bytes:
@@ -529,9 +533,10 @@ class Tree:
 
 
 class _FdCache(OrderedDict[str, int]):
-    """Descriptors that close with their thread."""
+    """Descriptors that are closed when their thread ends."""
 
     def close(self) -> None:
+        """Close all descriptors."""
         while self:
             close_read(self.popitem()[1])
 
@@ -540,7 +545,7 @@ class _FdCache(OrderedDict[str, int]):
 
 
 def missing_file(path: str, shown: str, *, link: bool = False) -> CkptError:
-    """A file that the checkpoint names and that is not there (exit 3). link: the name is there, as a link."""
+    """The error (exit 3) for a missing file that the checkpoint names. link: the name exists, as a broken link."""
     from ckpt_tool.errors import Incomplete
 
     return Incomplete(
@@ -552,7 +557,7 @@ def missing_file(path: str, shown: str, *, link: bool = False) -> CkptError:
 
 
 def changed_while_read(shown: str) -> SourceChanged:
-    """What to raise where a file is not the one any more that was opened."""
+    """The error (E0604) for a file that is not the one any more that was opened."""
     return SourceChanged(
         "the file changed after its header was read",
         code="E0604",
@@ -563,8 +568,10 @@ def changed_while_read(shown: str) -> SourceChanged:
 
 @contextmanager
 def unchanged(*trees: Tree, pointers: bool = True) -> Iterator[None]:
-    """What is said of these trees inside is said of one state of their files: raises SourceChanged E0604 at the end, or
-    in the place of a fault of the input, where a file that was read is another by now. pointers: of those above too.
+    """Ensures that everything read from these trees inside the context belongs to one state of their files.
+
+    Raises SourceChanged E0604 at the end if a file that was read has changed, also in place of a fault of the input
+    that is raised inside: the change may have caused it. pointers: check the trees above too.
 
     with unchanged(opened.tree):
         findings = read_all(opened)

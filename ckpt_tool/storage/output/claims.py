@@ -1,18 +1,18 @@
 """Claims: workers of one plan agree on who does what, by files that only one of them can create.
 
-    .ckpt-journal-claim-12-1    who does share 12: the name of a worker's journal
-    .ckpt-journal-claim-12-2    who took it over, for that worker was dead or slow
+    .ckpt-journal-claim-12-1    the worker that does share 12: the name of its journal
+    .ckpt-journal-claim-12-2    the worker that took it over, because the first one was dead or slow
     .ckpt-journal-done-12       share 12 is done
 
-    .ckpt-journal-commit        locked by the one that commits
+    .ckpt-journal-commit        locked by the worker that commits
 
 There is no coordinator. A worker touches its journal every few seconds. A claim is free again if no process holds the
 lock of its worker's journal (the process has ended), or if the journal was not touched for a lease; whoever creates the
 claim's next file takes it over. A worker that was only slow writes the same bytes to the same places as its successor:
 that costs time and nothing else. Committing is different: headers are written with holes which are filled later, so two
 workers must never do that at once. It is protected by a lock, which ends with its process and not by a timeout. Times
-are compared as the file system gives them: clocks of machines may differ. The folder is removed at the commit: a worker
-that was slow and still holds it open can make nothing in it any more, and so leaves nothing in the output.
+are compared by the clock of the file system, since clocks of machines may differ. The folder is removed at the commit:
+a worker that was slow and still holds it open can make nothing in it any more, and so leaves nothing in the output.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ckpt_tool.core.inner_path import JOURNAL
 from ckpt_tool.storage.output import journal
 from ckpt_tool.storage.output.open_below import open_own
 
-LEASE = 60.0  # seconds
+LEASE = 60.0  # seconds without a sign of life after which a claim is free
 FOLDER = f"{JOURNAL}-claims"
 _COMMIT = "commit"
 _FILE = re.compile(r"(\d{1,9})-(?:(\d{1,9})|done)", re.ASCII)
@@ -38,7 +38,7 @@ class Taken(NamedTuple):
     """A share that this worker has claimed."""
 
     number: int
-    over: bool  # another had begun it
+    over: bool  # taken over from another worker, which had begun it
 
 
 class Claims:
@@ -91,7 +91,8 @@ class Claims:
         return found
 
     def take_commit(self) -> bool:
-        """Is it this worker that commits? From then on no other does, until it ends. Only asked when all is done."""
+        """Lock the commit for this worker, until it ends; False if another worker has it. Only called when all shares
+        are done."""
         if self._committing < 0:
             try:
                 self._committing = open_own(self._folder, _COMMIT, os.O_RDWR | os.O_CREAT)
@@ -104,16 +105,16 @@ class Claims:
         return True
 
     def finish(self, number: int) -> None:
-        """Say that a share is done."""
+        """Record that a share is done."""
         with suppress(FileNotFoundError):  # it was overtaken, and the output is committed
             os.close(os.open(f"{number}-done", os.O_WRONLY | os.O_CREAT, 0o600, dir_fd=self._folder))
 
     def left(self) -> int:
-        """Shares that are not done."""
+        """The number of shares that are not done."""
         return self._count - len(self._seen()[1])
 
     def done(self) -> set[int]:
-        """Shares that are done, by whomever."""
+        """The shares that are done, by any worker."""
         return self._seen()[1]
 
     def _seen(self) -> tuple[dict[int, tuple[int, str]], set[int]]:
@@ -130,7 +131,7 @@ class Claims:
         return claims, done
 
     def _alive(self, name: str) -> bool:
-        """Is the claim's worker at work?"""
+        """Is the worker of the claim file `name` running, with a sign of life in time?"""
         try:
             fd = open_own(self._folder, name, os.O_RDONLY)
             try:
@@ -142,7 +143,7 @@ class Claims:
                 return True
             held, touched = journal.held(self._staged, owner) if journal.worker_of(owner) else (True, made)
         except OSError:
-            return True  # it is just being made, the folder is being committed, or the disk does not say
+            return True  # the file is being created or the folder committed, or the disk fails: leave the claim alone
         return held and max(touched, made) > self._now() - self._lease
 
     def _create(self, number: int, generation: int) -> bool:
@@ -158,7 +159,7 @@ class Claims:
         return True
 
     def _now(self) -> float:
-        """The time as the file system has it."""
+        """The current time by the clock of the file system."""
         os.utime(self._own)
         return os.fstat(self._own).st_mtime
 
@@ -168,7 +169,7 @@ class Claims:
 
 
 def remove(folder: int) -> None:
-    """Remove the claims from an open staging folder, whoever may still add to them."""
+    """Remove the claims from an open staging folder, even if slow workers are still adding files."""
     for _ in range(1000):
         try:
             fd = os.open(FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)

@@ -1,11 +1,11 @@
-"""The journals of a staging folder: who is writing there, by which plan, and what is done.
+"""The journals of a staging folder: which processes write there, which plan they execute, and what is done.
 
-    .ckpt-journal              of a run that carries out a whole plan
+    .ckpt-journal              of a run that executes a whole plan
     .ckpt-journal-2-of-8       of part 2 of 8
-    .ckpt-journal-by-vm-77-0a  of a worker that claims what it does (`output.claims`, whose folder begins so too)
+    .ckpt-journal-by-vm-77-0a  of a worker that claims shares (`output.claims`, whose folder has the same prefix)
 
-One line is `seal JSON`; the first names the plan, and every line's seal is a hash of the plan and of its own words. The
-seal is no secret: it finds damage, not forgers. A torn or edited line ends the journal.
+A line is `seal JSON`. The first line names the plan; the seal of each line is a hash of the plan's identifier and of
+the line. It is no secret: it detects damage, not forgery. Reading ends at the first torn or edited line.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ckpt_tool.storage.descriptors import close_read
 from ckpt_tool.storage.output.open_below import UnexpectedEntry, open_own
 
 Line = dict[str, Any]
-Writer = tuple[int, int] | str | None  # a part (i, n), a worker by its name, or a run that does all
+Writer = tuple[int, int] | str | None  # a part (i, n), the name of a worker, or None for a run of the whole plan
 _WORKER = f"{JOURNAL}-by-"
 _PART = re.compile(re.escape(JOURNAL) + r"-([1-9]\d{0,8})-of-([1-9]\d{0,8})", re.ASCII)
 
@@ -36,18 +36,18 @@ def name_of(writer: Writer) -> str:
 
 
 def worker_of(name: str) -> str | None:
-    """The worker whose journal bears the name, None for other files."""
+    """The worker whose journal has that name, None for other files."""
     return name.removeprefix(_WORKER) if name.startswith(_WORKER) else None
 
 
 def part_of(name: str) -> tuple[int, int] | None:
-    """The part whose journal bears the name, None for a whole run's."""
+    """The part whose journal has that name, None for other files."""
     found = _PART.fullmatch(name)
     return (int(found[1]), int(found[2])) if found else None
 
 
 class PartStatus(NamedTuple):
-    """How far a part (i, n) is, a worker, or a whole run (None)."""
+    """The progress of a part (i, n), a worker, or a run of the whole plan (`part` and `worker` are None)."""
 
     part: tuple[int, int] | None
     state: str  # `done`, `running`, `dead` (it ended too early)
@@ -66,7 +66,7 @@ class PartStatus(NamedTuple):
 
 
 def statuses(folder: int) -> list[PartStatus]:
-    """What the journals of an open staging folder say, by part. Raises OSError."""
+    """The progress of each writer of an open staging folder, from its journal. Raises OSError."""
     found = []
     for name in sorted(names(folder), key=lambda name: (part_of(name) or (0, 0), name)):
         lines = read(folder, name)
@@ -100,8 +100,8 @@ def statuses(folder: int) -> list[PartStatus]:
 
 
 def held(folder: int, name: str) -> tuple[bool, float]:
-    """(does a process hold the journal, when it was last written or touched); (False, 0) for one that is not there.
-    Raises OSError."""
+    """Returns (does a process hold the lock of the journal, when it was last written or touched); (False, 0) if there
+    is no such journal. Raises OSError."""
     try:
         fd = open_own(folder, name, os.O_RDONLY)
     except OSError as e:
@@ -138,8 +138,8 @@ def _seal(plan_id: str, body: bytes) -> bytes:
 
 
 def read(folder: int, name: str, *, first: bool = False) -> list[Line]:
-    """The lines of a journal as far as they are whole; [] where there is none, or something that is no journal. first:
-    the first line alone. Raises OSError where the disk does not give it: what it calls done is not done again."""
+    """The complete lines of a journal; [] if there is none, or the entry is no regular file. first: the first line
+    alone. Raises OSError if the disk fails: an empty result would let finished work be done again."""
     try:
         fd = open_own(folder, name, os.O_RDONLY)
     except UnexpectedEntry:
@@ -154,7 +154,7 @@ def read(folder: int, name: str, *, first: bool = False) -> list[Line]:
 
 
 def parsed(text: bytes) -> list[Line]:
-    """The lines that are whole and sealed, up to the first that is not."""
+    """The lines with a valid seal, up to the first torn or edited one."""
     lines: list[Line] = []
     for raw in text.split(b"\n")[:-1]:
         seal, _, body = raw.partition(b" ")

@@ -3,15 +3,16 @@
 `out` is written in `.out.ckpt-partial/` (mode 0700) next to it. The folder contains the output's files under their
 final names and one `.ckpt-journal` whose first line identifies the plan; the lock of the journal excludes a second run,
 its lines record which units are done. To commit: every file is fsynced, the journal is removed, the folder is fsynced
-and renamed to a name that is free, the parent is fsynced. A kill at any moment leaves the name absent, old and whole,
-or new and whole; the same command goes on from the journal.
+and renamed to a name that is free, the parent is fsynced. If the process is killed at any moment, the name is absent,
+or is the complete old output, or the complete new one; the same command resumes from the journal.
 
-Nothing is removed because it is in that folder: `.ckpt-journal-files` lists what a run stages and, once the new output
-is in place, what of the replaced one goes. A file that is on no list stays, and the folder with it.
+Being in that folder is no reason to remove a file: `.ckpt-journal-files` lists what a run stages and, once the new
+output is in place, which files of the replaced one are to be removed. A file that is on no list stays, and so does the
+folder.
 
 What this does not do: it never touches a folder that is not ours (another owner, a link, unknown content without a
-journal), never opens anything below it but by `output.open_below`, never retries an fsync that failed (Linux marks the
-pages clean: the second call would succeed for nothing).
+journal), never opens anything below it except through `output.open_below`, never retries an fsync that failed (Linux
+marks the pages clean, so that a second call would succeed without writing them).
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ from ckpt_tool.storage.output.replaced import (
     some_of,
 )
 
-_REPLACED = "user.ckpt.replaced"
-_SOON = 50  # looks at a lock, 20 ms apart, before the one who waits says so
+_REPLACED = "user.ckpt.replaced"  # the extended attribute on an output that is being replaced
+_SOON = 50  # attempts to get a lock, 20 ms apart, before the wait is reported
 _NFS = re.compile(r"\.nfs[0-9a-f]{16,}")  # how NFS calls a file that was removed and is still open
 
 
@@ -69,7 +70,7 @@ def new_worker() -> str:
 
 
 def statuses_of(destination: Path) -> list[journal.PartStatus]:
-    """How far every process is that writes `destination`, or has; none where nothing has begun, or all is committed."""
+    """The progress of every process that writes `destination` or did; empty before the first and after the commit."""
     path = staging_path(destination)
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -90,11 +91,11 @@ class Staging:
 
     Args:
         destination: the output's final path.
-        plan_id: of the plan being carried out; another plan's leavings are removed first.
-        files: names that the plan writes: the only ones that a folder without a journal may hold.
-        force: replace what is there, which is what `replaced` lists; None replaces nothing.
-        part: (i, n) for one share of a plan that several processes carry out, or the name of a worker that claims what
-            it does; each has a journal of its own.
+        plan_id: the plan that is executed; what another plan has staged is removed first.
+        files: names that the plan writes: the only ones that a folder without a journal may contain.
+        force: replace an existing output, as far as `replaced` lists its files; None replaces nothing.
+        part: (i, n) for one part of a plan that several processes execute, or the name of a worker that claims shares;
+            each has its own journal.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class Staging:
             self._check_ours()
         if self._force:
             refuse_link(self.destination)
-        elif os.path.lexists(self.destination):  # an equal run committed while we came
+        elif os.path.lexists(self.destination):  # another run of the same plan has committed meanwhile
             raise exists(self.destination)
 
         if not fresh and self._put_back():
@@ -160,7 +161,7 @@ class Staging:
 
         name = journal.name_of(self.part)
         self._journal_fd = self._open_journal(name)
-        if isinstance(self.part, str) and self.gone:  # committed while this worker was coming: it leaves nothing there
+        if isinstance(self.part, str) and self.gone:  # committed meanwhile: leave no journal in the finished output
             _unlink(name, self._folder_fd)
             raise exists(self.destination)
 
@@ -193,8 +194,8 @@ class Staging:
         return fd
 
     def check_parts(self) -> None:
-        """Raise SourceChanged where another part of the output was begun by another plan (E0611) or as one of another
-        number of parts (E1602). A journal without a whole first line says nothing yet."""
+        """Raise SourceChanged if another part of the output was begun with another plan (E0611) or another number of
+        parts (E1602). A journal without a complete first line is ignored."""
         for name in self._journals():
             lines = self._read(name, first=True)
             part = journal.part_of(name)
@@ -220,7 +221,7 @@ class Staging:
                 )
 
     def _lock_folder(self) -> bool:
-        """Make the folder or find it, and lock it: alone, or shared with the other parts. True when it was made.
+        """Create or open the folder, and lock it: exclusively, or shared with the other parts. Returns True if created.
 
         The lock is on the folder itself, so that it holds while the journal is removed and the folder renamed.
         """
@@ -238,7 +239,7 @@ class Staging:
             try:
                 self._folder_fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             except FileNotFoundError:
-                continue  # the other run has just committed or given up
+                continue  # another run has just committed or discarded it
             except OSError as e:
                 if e.errno in (errno.ELOOP, errno.ENOTDIR):
                     raise self._foreign("is not a folder") from e
@@ -251,7 +252,7 @@ class Staging:
                     locked = self._locked(journal.name_of(self.part))
                     self._release()
                     raise locked from e
-                self._release()  # another part looks whether it is the last one, or commits
+                self._release()  # another part has it for a moment to see whether it is the last one, or commits
                 if waited == _SOON:
                     aside(f"another part is about to commit {self.destination}: waiting for it")
                 waited += 1
@@ -296,7 +297,7 @@ class Staging:
             raise self._foreign(f"holds {some_of(stray)}, which no run has written")
 
     def _wipe(self, *, keep: str | None = None) -> None:
-        """Remove what an earlier run has left, but for the file `keep`."""
+        """Remove what an earlier run has left, except the file `keep`."""
         try:
             _remove_left(self.path, self._folder_fd, self._names, keep=keep)
             _unmark_replaced(self.path)
@@ -304,15 +305,15 @@ class Staging:
             raise wrap_os_error(e, self.path, "removing what an earlier run left") from e
 
     def _list_files(self) -> None:
-        """Say which files are going to be staged, once: by that list they are known as ours later on."""
+        """Write the list of files that will be staged, once. Later runs recognise files by it as ours."""
         try:
             _write_list(self._folder_fd, self._names)
         except OSError as e:
             raise wrap_os_error(e, self.path, "writing the list of staged files") from e
 
     def _put_back(self) -> bool:
-        """Where a run was killed between two renames, on a file system that exchanges no names, the old output gets
-        its name back. Did it?"""
+        """If a run was killed between two renames, on a file system that can't exchange names, give the old output its
+        name back. Returns whether this was necessary."""
         from ckpt_tool.storage.output import set_aside
 
         with naming(self.destination, "giving the old output its name back"):
@@ -327,12 +328,12 @@ class Staging:
 
     @property
     def left(self) -> Path | None:
-        """After a commit: the staging folder, or the old output, where it could not be removed."""
+        """After a commit: the staging folder or the old output, if it could not be removed."""
         return next((path for path in (self.path, self._old) if os.path.lexists(path)), None)
 
     @property
     def worth_keeping(self) -> bool:
-        """Is there finished work in the folder that the same command could go on from?"""
+        """Is there finished work in the folder from which the same command could resume?"""
         return self._recorded or any("unit" in line for line in self.resumed)
 
     # -- the journal ----------------------------------------------------------------------------------------------
@@ -349,7 +350,7 @@ class Staging:
                 raise wrap_os_error(e, self.path, "writing the journal") from e
 
     def begin(self, units: int, nbytes: int) -> None:
-        """Say in the journal what this process is going to do, for those who look on."""
+        """Record in the journal what this process is going to do, for commands that show the progress."""
         process = {"pid": os.getpid(), "host": socket.gethostname()}
         self.record({"run": {**process, "began": time.time(), "units": units, "bytes": nbytes}})
 
@@ -361,7 +362,7 @@ class Staging:
         as `check_parts`.
         """
         with naming(self.path, "unlocking the staging folder"):
-            # before asking for more: two that both held on would both give up
+            # Unlock first: if two parts kept their shared locks, neither could get the exclusive one.
             fcntl.flock(self._folder_fd, fcntl.LOCK_UN)
         if not self._alone() or self.gone:
             return None
@@ -370,7 +371,7 @@ class Staging:
         return [self._read(journal.name_of((i + 1, count))) for i in range(count)]
 
     def lines(self) -> list[journal.Line]:
-        """What all workers have written into their journals."""
+        """The journal lines of all workers."""
         names = [name for name in self._journals() if journal.worker_of(name)]
         return [line for name in names for line in self._read(name)]
 
@@ -385,7 +386,7 @@ class Staging:
             return journal.read(self._folder_fd, name, first=first)
 
     def claims(self, count: int) -> Claims:
-        """What this worker and others of the plan claim: `count` shares."""
+        """The claims of this worker on the plan's `count` shares."""
         return Claims(self._folder_fd, self._journal_fd, journal.name_of(self.part), count)
 
     @property
@@ -395,20 +396,22 @@ class Staging:
         return _inode(self.path) != (info.st_dev, info.st_ino)
 
     def statuses(self) -> list[journal.PartStatus]:
-        """How far every part is that has begun."""
+        """The progress of every part that has begun."""
         with naming(self.path, "reading the journals"):
             return journal.statuses(self._folder_fd)
 
     # -- files ----------------------------------------------------------------------------------------------------
 
     def create(self, name: str, size: int) -> int:
-        """A descriptor of the staged file, `size` bytes long and preallocated; an earlier run's is kept."""
+        """A descriptor of the staged file, `size` bytes long and preallocated. The content from an earlier run is
+        kept."""
         doing = f"allocating {size} bytes for {name}"
         fd = self._open(name, os.O_RDWR | os.O_CREAT, doing, make=True)
         try:
             info = os.fstat(fd)
             if info.st_size > size:
                 os.ftruncate(fd, size)
+            # Not fully allocated: a full disk should be noticed now, not in the middle of the run.
             if size and info.st_blocks * 512 < size:
                 platform_calls.allocate(fd, size)
             elif info.st_size < size:
@@ -434,7 +437,7 @@ class Staging:
             raise wrap_os_error(e, self.path / name, doing) from e
 
     def sync(self, name: str) -> None:
-        """fsync one staged file. A failure is final: the staged bytes are not to be trusted and are discarded."""
+        """fsync one staged file. A failure is final: the staged bytes can't be trusted any more and are discarded."""
         fd = self.open(name)
         try:
             platform_calls.flush(fd)
@@ -456,17 +459,17 @@ class Staging:
         self._release()
 
     def _discard_own(self) -> None:
-        """Remove what is ours in the folder, and the folder where nothing else is in it. Not once it has been renamed:
-        it is the output then."""
+        """Remove our files from the folder, and the folder if nothing else is in it. Does nothing after the rename: the
+        folder is the output then."""
         with suppress(OSError, StorageError):
             if not self.gone:
                 _remove_own(self._folder_fd, self._names)
                 _remove_empty(self.path)
 
     def commit(self, *, single: str | None = None) -> None:
-        """Make the staged output appear under its name, in one step. All files are synced already.
+        """Rename the staged output to its final name, in one step. All files must be synced already.
 
-        Raises StorageError E0707 when the name is there but what comes after it failed (durability unknown).
+        Raises StorageError E0707 if the rename succeeded but a later step failed, so that durability is unknown.
         """
         self._check_whole()
         try:
@@ -479,6 +482,7 @@ class Staging:
             mark_plan(self.path if single is None else self.path / single, self.plan_id)
         if single is None:
             with naming(self.path, "setting the permissions of the output"):
+                # The staging folder is private (0700); the output gets the permissions of a new folder.
                 os.chmod(self._folder_fd, 0o777 & ~_umask())
             self._old = self._rename(self.path, self.destination)
         else:
@@ -486,7 +490,7 @@ class Staging:
 
         doing = "removing what the run kept in it"
         try:
-            self._clear()  # of a worker that came in this moment, and goes again
+            self._clear()  # again, for a worker that joined at this very moment and will leave
             doing = "the fsync of its folder"
             _sync_parent(self.destination)
         except OSError as e:
@@ -503,25 +507,25 @@ class Staging:
     def _remove_old(self) -> None:
         """Remove what was replaced, file by file, and the emptied folder of an output that is one file.
 
-        The list comes first: a run that is killed in between leaves a folder that says what may go.
+        The list is written first: if the run is killed in between, the next one knows from it what may be removed.
         """
         try:
             if self._replaced.files and self._old.is_dir() and not self._old.is_symlink():
                 _list_replaced(self._old, self._replaced.files)
         except OSError:
             if self._old.parent == self.destination.parent and self._old != self.path:
-                return  # set aside, and without a list it seems to be whole: nothing of it goes
+                return  # it was set aside, and without a list the next run would take it for complete: keep all of it
         if self._replaced.remove(self._old, FILES) and self._old != self.path:
             _remove_empty(self.path)
 
     def _clear(self) -> None:
-        """Nothing but the output is left in the folder."""
+        """Remove journals, claims and the list of files, so that only the output is left in the folder."""
         remove_claims(self._folder_fd)
         for name in (*journal.names(self._folder_fd), FILES):
             _unlink(name, self._folder_fd)
 
     def _check_whole(self) -> None:
-        """Refuse to commit what no run of this plan has written."""
+        """Refuse to commit a folder that contains files that no run of this plan has written."""
         if self.gone:
             raise self._foreign("is not the folder that was written")
         with naming(self.path, "listing the staging folder"):
@@ -569,7 +573,7 @@ class Staging:
 
 
 def _mixed(one: journal.Writer, other: journal.Writer) -> bool:
-    """Do the two share the work out in different ways?"""
+    """Do the two writers divide the plan in different ways?"""
     if isinstance(one, str) or isinstance(other, str):
         return not (isinstance(one, str) and isinstance(other, str)) and None not in (one, other)
     return one is not None and other is not None and one[1] != other[1]
@@ -583,14 +587,15 @@ def _unlink(name: str, folder: int) -> None:
 
 
 def _mark_replaced(old: Path, files: Mapping[str, Stamp]) -> None:
-    """Say on the old output itself that it is being replaced, and what was in it: a kill right after the exchange
-    leaves it under the staging name, and the next run must know what may go. Where the file system has no such marks,
-    that run will ask."""
+    """Mark the old output as being replaced, with a digest of its files. If the run is killed directly after the
+    exchange, the old output has the staging name, and the next run must know what may be removed. On file systems
+    without extended attributes that run refuses to continue."""
     mark(old, _REPLACED, _digest_of(files))
 
 
 def _digest_of(files: Mapping[str, Stamp]) -> str:
-    """Of the files of an output, but for our records. Without device numbers, which a restart may change."""
+    """A digest of the files of an output, without our records, and without device numbers, which a restart may
+    change."""
     rows = [
         b"%s\0%d\0%d\0%d" % (os.fsencode(path), seen.kind, seen.size, seen.mtime_ns)
         for path, seen in files.items()
@@ -600,7 +605,7 @@ def _digest_of(files: Mapping[str, Stamp]) -> str:
 
 
 def _unmark_replaced(path: Path) -> None:
-    """Take the mark of a replaced output away. Raises OSError: it must not outlive the list of what may go."""
+    """Remove the mark of a replaced output. Raises OSError: the mark must not outlive the list of removable files."""
     try:
         platform_calls.remove_mark(path, _REPLACED)
     except OSError as e:
@@ -609,27 +614,27 @@ def _unmark_replaced(path: Path) -> None:
 
 
 def was_replaced(path: Path) -> bool:
-    """Was this output marked, by a run that was killed in the act, as one that its new self replaces, and is it still
-    what it was then? Raises OSError, StorageError."""
+    """Was this output marked as being replaced, by a run that was killed, and is it unchanged since? Raises OSError,
+    StorageError."""
     digest = marked(path, _REPLACED)
     return bool(digest) and digest == _digest_of(entries_below(path))
 
 
 def strays(folder: int, names: Iterable[str] = ()) -> list[str]:
-    """What is in an open staging folder that no run of ours has put there: neither one of `names`, nor listed there,
-    nor a journal or a claim."""
+    """The files in an open staging folder that no run of ours has created: neither one of `names`, nor listed, nor a
+    journal or a claim."""
     known = {*names, *read_list(folder)}
     return [path for path in files_beneath(folder) if path not in known and not _is_record(path)]
 
 
 def _is_record(path: str) -> bool:
-    """Is it a file of ours about the run, or of NFS about a file that is still open?"""
+    """Is it a record of a run, or a file that NFS keeps because a removed file is still open?"""
     return is_journal(path.partition("/")[0]) or _NFS.fullmatch(path) is not None
 
 
 def read_list(folder: int) -> list[str]:
-    """The files that a run has listed in an open staging folder; [] where there is no list, or none that is whole.
-    Raises OSError where the disk does not give it: without a list a folder may seem to be all ours."""
+    """The files that a run has listed in an open staging folder; [] if there is no complete list. Raises OSError if it
+    can't be read: without its list a folder might be taken for one that is all ours."""
     try:
         fd = open_own(folder, FILES, os.O_RDONLY)
     except (FileNotFoundError, UnexpectedEntry):
@@ -648,7 +653,7 @@ def read_list(folder: int) -> list[str]:
 
 
 def _write_list(folder: int, names: Iterable[str]) -> None:
-    """Write the list, where it is not there yet. Raises OSError."""
+    """Write the list of files, unless there is one already. Raises OSError."""
     if read_list(folder):
         return
     with open(open_own(folder, FILES, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
@@ -656,7 +661,7 @@ def _write_list(folder: int, names: Iterable[str]) -> None:
 
 
 def _remove_own(folder: int, names: Iterable[str], *, keep: str | None = None) -> None:
-    """Remove from an open staging folder what a run has put there, but for the file `keep`. Raises OSError."""
+    """Remove a run's files from an open staging folder, except the file `keep`. Raises OSError."""
     listed = dict.fromkeys((*names, *read_list(folder)))
     remove_listed(folder, listed)
     remove_claims(folder)
@@ -666,8 +671,8 @@ def _remove_own(folder: int, names: Iterable[str], *, keep: str | None = None) -
 
 
 def remove_leavings(folder: Path) -> bool:
-    """Remove what a run has left in its staging folder, whose lock the caller holds. Is the folder gone? Files that no
-    run has put there stay. Raises OSError."""
+    """Remove what a run has left in its staging folder, whose lock the caller holds. Returns whether the folder is
+    gone: it stays if it contains files that no run has created. Raises OSError."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         _remove_left(folder, fd, ())
@@ -685,8 +690,8 @@ def remove_leavings(folder: Path) -> bool:
 def _remove_left(path: Path, folder: int, names: Iterable[str], *, keep: str | None = None) -> None:
     """Remove what a run has left in the staging folder at `path`, open as `folder`. Raises OSError.
 
-    One that is marked and has no list is a whole output, if it is still as the mark says: the run was killed between
-    giving it this name and listing it, and had found all of it accounted for the moment before.
+    A folder that is marked, has no list, and still matches its mark is a complete old output: the run was killed
+    between renaming it and writing the list, and had checked just before that every file of it may be removed.
     """
     if not read_list(folder) and was_replaced(path):
         files = {inner: seen for inner, seen in entries_below(path).items() if not _is_record(inner)}
@@ -694,7 +699,7 @@ def _remove_left(path: Path, folder: int, names: Iterable[str], *, keep: str | N
         with suppress(OSError):
             _write_list(folder, files)
         remove_listed(folder, files)
-    _unmark_replaced(path)  # first: whatever stays when the list is gone is not ours
+    _unmark_replaced(path)  # before the list is removed: files that stay after that are not ours
     _remove_own(folder, names, keep=keep)
 
 
@@ -715,6 +720,7 @@ def _remove_empty(folder: Path) -> None:
 
 
 def _umask() -> int:
+    # The umask can be read only by setting it.
     mask = os.umask(0o077)
     os.umask(mask)
     return mask

@@ -131,7 +131,7 @@ class Machine:
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     def run(self) -> Any:
-        """Execute to STOP and return the value. Raises Misuse with `at` and `count` telling where."""
+        """Execute to STOP and return the value. Raises Misuse; `at` and `count` then give the position."""
         while not self.stopped:
             try:
                 self._loop()
@@ -144,7 +144,7 @@ class Machine:
         return self.stack.pop()
 
     def _more_or_fail(self, error: Exception) -> None:
-        """Move the window on to the current opcode, unless it reached that far already: then the stream is broken."""
+        """Read on from the current opcode, if the window ended inside it. Else the stream is broken: raises Misuse."""
         start = self.origin + self.at
         wanted = error.nbytes if isinstance(error, MoreWanted) else 16
         have = len(self.data) - self.at
@@ -365,8 +365,8 @@ class Machine:
         self.longest = max(self.longest, nbytes)
 
     def put(self, index: int, value: Any) -> None:
-        """Memo entry `index`. Picklers number from 0 (Python 2's C pickler from 1), so a jump is a fault: a list that
-        reaches up to a stated index would be an allocation by a number in the file."""
+        """Set memo entry `index`. Picklers number from 0 (Python 2's C pickler from 1), so a gap is a fault: extending
+        the list up to any index would let a number in the file determine an allocation."""
         memo = self.memo
         if index > len(memo) + 1 or index < 0:
             raise Misuse(f"memo index {index} after {len(memo)} entries", "E0367")
@@ -394,8 +394,8 @@ class Machine:
         return symbol
 
     def verdicts(self) -> tuple[GlobalUse, ...]:
-        """The uses with what the calls showed: a condemned name is unsafe, `getattr` is harmless when it was called on
-        enum members alone."""
+        """The uses of names, with tiers corrected by how they were called: a condemned name is unsafe, `getattr` is
+        harmless if it was only called on enum members."""
         found = []
         for use in self.uses:
             full = self.symbols[use.module, use.name].name

@@ -99,10 +99,12 @@ class SafetensorsHeader:
 
     @property
     def dtype(self) -> list[DType]:
+        """The dtype of each tensor."""
         return [kind.dtype for kind in self.kinds]
 
     @property
     def shape(self) -> list[tuple[int, ...]]:
+        """The shape of each tensor."""
         return [kind.shape for kind in self.kinds]
 
     @property
@@ -116,7 +118,7 @@ class SafetensorsHeader:
         return StoredArray(self.path, self.data_start + self.begin[row], kind.dtype, kind.shape)
 
     def keep(self, rows: Iterable[bool]) -> SafetensorsHeader:
-        """The header with the rows that are true alone (the file is as it was)."""
+        """The header with only those rows that are True. The file is not changed."""
         chosen = list(rows)
         return replace(
             self,
@@ -206,6 +208,7 @@ def check_length(head: bytes, size: int, *, path: str) -> int:
 
 def _from_text(text: bytes, size: int, *, path: str, shown: str, lenient: bool) -> SafetensorsHeader:
     """The header `text`, read from byte 8 of a file of `size` bytes."""
+    # Counted before parsing, so that a header with too many entries costs no memory.
     if len(text) > 40 * TENSOR_LIMIT and text.count(b'"data_offsets"') > TENSOR_LIMIT:  # an entry takes 45 bytes
         raise entries.too_many(shown)
     with gc_paused():
@@ -272,7 +275,7 @@ def _uneven(columns: entries.Columns, have: int, data_start: int, path: str) -> 
 
 
 def _refuse_zip(tree: Tree, path: str, size: int, nbytes: int, *, anchored: bool) -> None:
-    """Raise UnsafeInput where the last `nbytes` bytes end a zip archive."""
+    """Raise UnsafeInput E0415 if a zip archive ends in the last `nbytes` bytes of the file."""
     if nbytes < 22:
         return
     tail = tree.read(path, size - nbytes, nbytes)

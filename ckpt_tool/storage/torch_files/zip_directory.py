@@ -236,7 +236,7 @@ def _other(head: bytes) -> tuple[str, str] | None:
 
 
 def _central(archive: ZipArchive, raw: bytes, directory: int, count: int) -> list[ZipMember]:
-    """The members that the central directory states."""
+    """The members according to the central directory."""
     found: list[ZipMember] = []
     seen: set[bytes] = set()
     at = 0
@@ -254,7 +254,9 @@ def _central(archive: ZipArchive, raw: bytes, directory: int, count: int) -> lis
         if e:
             extra = raw[at + CENTRAL.size + n : at + CENTRAL.size + n + e]
             nbytes, packed, header, disk = _zip64(archive, extra, (nbytes, packed, header, disk), directory + at)
+        # Attributes are Unix modes only if made on Unix (3).
         text = _plain(archive, name, flags, mode if made_by >> 8 == 3 else 0, directory + at)
+        # 0x2041: encrypted, strongly encrypted, encrypted directory.
         if method or flags & 0x2041 or disk:
             raise _unreadable(archive, text, method, flags, directory + at)
         if packed != nbytes:
@@ -358,9 +360,8 @@ def _local(archive: ZipArchive, entries: list[ZipMember], directory: int) -> lis
     stops = [m.header + LOCAL.size + len(m.raw_name) for m in entries if "/data/" in m.name or m.nbytes > SMALL]
     stops = [stop for stop in stops if stop < directory] + [directory]
 
-    # end: of the member before, without its descriptor
     nearest = 0
-    end = 0
+    end = 0  # of the previous member's data, before its descriptor
     found: list[ZipMember] = []
 
     for member in (*entries, None):
@@ -368,6 +369,7 @@ def _local(archive: ZipArchive, entries: list[ZipMember], directory: int) -> lis
         gap = header - end
         if gap < 0:
             raise archive.unsafe(f"{shown(found[-1].name)} overlaps what follows it", "E0432", header)
+        # 24 bytes: the longest data descriptor (zip64, with a signature).
         if gap > 24:
             raise archive.unsafe(f"{gap} bytes belong to no member", "E0437", end)
         stop = header if member is None else header + LOCAL.size + len(member.raw_name)
@@ -391,7 +393,7 @@ def _local(archive: ZipArchive, entries: list[ZipMember], directory: int) -> lis
 
 
 def _local_size(archive: ZipArchive, member: ZipMember, head: bytes) -> int:
-    """Bytes of the local header, which must say what the directory says."""
+    """The size in bytes of the local header, which must agree with the directory."""
     signature, _, flags, method, _, _, crc, packed, nbytes, n, e = LOCAL.unpack_from(head)
     extra_size: int = e
     if signature != HEAD:
