@@ -1,9 +1,9 @@
-"""Naming: the chosen tensors under the names and the structure that the output shall have.
+"""Converts the names and structure of the chosen tensors to those of the output.
 
-Two ways, and the report says which was taken: the families' equations where the source's dialect is known and is not
-the target's, or none: names are kept. (`--aoa FILE` is a pass of its own, `systems.paddle.passes`.) The mapping is
-applied to where the elements are stored (`plan.mapping`), so nothing has moved yet and every later step is the same.
-What a mapping asks for and is no move is computed before (`mapping_inputs`).
+If the source's dialect is known and differs from the target's, the families' equations convert the names; otherwise
+names are kept. The report states which was done. (`--aoa FILE` is a pass of its own, `systems.paddle.passes`.) The
+mapping is applied to the locations of the elements (`plan.mapping`), so no data moves here, and every later step is the
+same. Inputs of a mapping that are no moves are computed before (`mapping_inputs`).
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ if TYPE_CHECKING:
 
 
 HUB = "hf"
-SYSTEMS = (HUB, "megatron")  # between which an adapter is named by a pass of its own
+SYSTEMS = (HUB, "megatron")  # an adapter is converted between these by a pass of its own
 DEQUANTIZE = "--dequantize converts it to floats on the way"
-# of `families.registry.find`
+# Codes of errors that `families.registry.find` raises.
 NO_FAMILY = "E1372"
 STRANGE = "E1373"
 SEVERAL = "E1232"
-_SHAPE = "E1370"  # of `families.rewrite.mapping`
+_SHAPE = "E1370"  # raised by `families.rewrite.mapping` for a shape that does not fit
+# Names that no model on the hub has, by which a source of another system is recognised without loading families.
 _MEGATRON = frozenset(f"decoder.layers.0.self_attention.linear_{each}.weight" for each in ("qkv", "kv_down_proj"))
 _NLP = frozenset(
     f"{root}.embed_tokens.weight" for root in ("llama", "qwen2", "qwen2_moe", "mixtral", "deepseek_v3", "ernie")
@@ -62,8 +63,8 @@ _MATRICES = (
 
 
 def named(chosen: Chosen, job: Conversion) -> Chosen:
-    """`chosen` under the names that `--dialect` (default: what is at home in the format) asks for; as it is where
-    statements have named it (`--aoa`). Raises UsageError, InputError."""
+    """Convert `chosen` to the names of `--dialect` (default: the format's own dialect). Unchanged if `--aoa` statements
+    have named the tensors already. Raises UsageError, InputError."""
     reading = job.reading
     writing = job.writing
     target = job.dialect
@@ -101,7 +102,7 @@ def named(chosen: Chosen, job: Conversion) -> Chosen:
 
 
 def _note_names_of_tool(chosen: Chosen, job: Conversion) -> Chosen:
-    """`chosen`, with a note where the names of a tool (MLX) are kept in a format that can't say whose they are."""
+    """`chosen`, with a note if a tool's names (MLX) are kept in a format that can't record whose names they are."""
     of_tool = names_of_source(chosen) if chosen.all_hints.get(SavedBy) is not None else None
     if of_tool is None or job.fmt.holds.dialect == HUB:
         return chosen
@@ -132,9 +133,11 @@ def holds_adapter(chosen: Chosen) -> bool:
 
 
 def _looks_foreign(tensors: Iterable[LogicalTensor]) -> bool:
-    """Does what says nothing of itself, or says Hugging Face, look like Megatron's, Paddle's or a trainer's? A quick
-    look that spares the families: names that no hub model has, or a matrix stored (inputs, outputs). Paddle's trainers
-    also write folders that are Hugging Face's in all but the fused weights."""
+    """Do the tensors of a source without a dialect, or with the hub's, look like those of another system?
+
+    It is a quick check that avoids loading the families: names that no hub model has, or a matrix stored as (inputs,
+    outputs). Paddle's trainers also write folders that differ from Hugging Face's only in fused weights.
+    """
     model = [tensor for tensor in tensors if tensor.key.state == MODEL]
     shapes = {tensor.key.name: tensor.shape for tensor in model}
     if any(".up_gate_proj." in name or ".gate_up_fused_proj." in name for name in shapes):
@@ -184,8 +187,8 @@ def _is_beside_another_config(chosen: Chosen, reading: Reading) -> bool:
 
 
 def dialect_of(chosen: Chosen) -> str | None:
-    """What the first source says of its names, or whose they were given since: `hf`, `paddle`, ...; None for
-    nothing."""
+    """The dialect that the first source states, or to which an earlier pass converted: `hf`, `paddle`, ...; None if
+    unknown."""
     dialect = chosen.all_hints.dialect
     if isinstance(dialect, str):
         return dialect if dialect in DIALECTS and dialect != "keep" else None
@@ -193,11 +196,15 @@ def dialect_of(chosen: Chosen) -> str | None:
 
 
 def _by_family(chosen: Chosen, job: Conversion, source: str | None, of_tool: SourceNames | None = None) -> Chosen:
-    """By the equations of the family that the config, the names or `--family` say. Where the user does not ask for it
-    explicitly, what can't be derived is kept as it is, with a line, unless the source says that its names are foreign.
+    """Convert the names with the equations of the family given by the config, the names or `--family`.
 
-    source: the dialect that the source states. of_tool: whose names they are where a tool saved it that says so
-    itself."""
+    If the user did not request a conversion explicitly and the family can't be determined, the names are kept with a
+    note, unless they are known to be those of another system.
+
+    Args:
+        source: the dialect that the source states.
+        of_tool: the naming scheme of the tool that saved the source, if the source states it.
+    """
     reading = job.reading
     writing = job.writing
     home = job.dialect
@@ -246,7 +253,7 @@ def _by_family(chosen: Chosen, job: Conversion, source: str | None, of_tool: Sou
 
 
 def _mostly_known(chosen: Chosen) -> bool:
-    """Does a family know most of the names? A few that many models have (`norm.weight`) make no model of a family."""
+    """Does a family know most of the names? A few common names (`norm.weight`) are no evidence for a family."""
     from ckpt_tool.families.models import FAMILIES
     from ckpt_tool.families.wrappers import knows_most
 
@@ -254,8 +261,8 @@ def _mostly_known(chosen: Chosen) -> bool:
 
 
 def _is_named_as(home: str, chosen: Chosen) -> bool:
-    """Are the names those of dialect `home` in some family, and the hub's in none? Which family it is then makes no
-    difference. Names that both have (Paddle's of a Llama) say nothing of how matrices are stored."""
+    """Are all names those of dialect `home` in some family, and the hub's in none? Then nothing has to be converted,
+    whatever the family is. Names common to both (Paddle's of a Llama) do not show how matrices are stored."""
     from ckpt_tool.families.models import FAMILIES
 
     def all_known(dialect: str) -> bool:
@@ -266,7 +273,7 @@ def _is_named_as(home: str, chosen: Chosen) -> bool:
 
 
 def _known_but_for_prefix(chosen: Chosen) -> bool:
-    """Would a family know the names without what they begin with?"""
+    """Would a family know the names without their common prefix?"""
     from ckpt_tool.families.models import FAMILIES
     from ckpt_tool.families.wrappers import describe_prefix
 
@@ -281,7 +288,7 @@ def _found(
     config: Mapping[str, Any] | None,
     of_tool: SourceNames | None,
 ) -> tuple[FamilyMatch, ModelConfig, Mapping[str, Any] | None]:
-    """(the family and the dialect of the names, the config, that as the options change it). Raises what
+    """(family and dialect of the names, the model's config, the config with the changes by options). Raises what
     `families.registry.find` raises."""
     from ckpt_tool.families.registry import find
     from ckpt_tool.families.table import one_of_each
@@ -305,7 +312,7 @@ def _found(
 
 
 def _translated(chosen: Chosen, found: FamilyMatch, target: str, job: Conversion, hints: Sequence[Hint]) -> Chosen:
-    """`chosen`, whose names are those of `found`, under those of dialect `target`; what happened is in its notes."""
+    """Convert `chosen` from the names of `found` to those of dialect `target`; its notes report what was done."""
     from ckpt_tool.plan.mapping import parameter_shapes
 
     config = chosen.config
@@ -333,7 +340,7 @@ def _translated(chosen: Chosen, found: FamilyMatch, target: str, job: Conversion
 
 
 def _of_translation(out: Chosen, found: FamilyMatch, home: str, target: str) -> Iterator[str]:
-    """Lines about what a translation could be read otherwise, and about the names that it kept."""
+    """Lines for the report: alternatives of the target's layout, and names that were kept."""
     for variant, of in VARIANTS.items():
         if of == home == target == "megatron" and variant in found.family.dialects:
             yield f"where Megatron's tools differ, the layout is NVIDIA's; ms-swift's is --dialect {variant}"
@@ -356,13 +363,13 @@ def _refuse_foreign(model: ModelConfig, config: Mapping[str, Any] | None, readin
 
 
 def _apart(family: Family, names: Iterable[str]) -> dict[str, int]:
-    """{how names begin of a part that no module of Megatron holds: how many there are}."""
+    """{prefix of a part for which Megatron has no module: number of its names}."""
     count = Counter(part for name in names for part in family.apart if name.startswith(part))
     return {part: count[part] for part in family.apart if part in count}
 
 
 def refuse_experts(writing: Writing, why: str) -> None:
-    """Raise UsageError E1284 where `--experts` is given and has nothing to choose."""
+    """Raise UsageError E1284 if `--experts` is given but has no effect. why: the reason, for the message."""
     if writing.experts:
         raise UsageError(
             f"--experts {writing.experts} has no effect: {why}",
@@ -372,14 +379,14 @@ def refuse_experts(writing: Writing, why: str) -> None:
 
 
 def _other_names(job: Conversion) -> str:
-    """`the names are megatron's`, and why."""
+    """A phrase for messages: which option or format requires which names."""
     whose = "keeps names" if job.dialect == "keep" else f"has {job.dialect}'s names"
     return f"--dialect {job.writing.dialect} {whose}" if job.writing.dialect else f"{job.fmt.name} {whose}"
 
 
 def _variant(family: Family, writing: Writing) -> str | None:
-    """The dialect that the options ask for where a system has several. Raises UsageError E1231, E2304 for one that the
-    family does not have."""
+    """The variant of the target's dialect that the options request, None for the usual one. Raises UsageError E1231,
+    E2304 for one that the family does not have."""
     if writing.experts:
         return _with_experts(family, writing.experts)
     if writing.dialect in VARIANTS:
@@ -389,7 +396,7 @@ def _variant(family: Family, writing: Writing) -> str | None:
 
 
 def _with_experts(family: Family, layout: str) -> str:
-    """The dialect that has a layer's experts so. Raises UsageError E2304 where there is none."""
+    """The dialect that stores a layer's experts in this layout. Raises UsageError E2304 if there is none."""
     from ckpt_tool.families.experts import expert_layouts
 
     there = expert_layouts(family)
@@ -412,9 +419,13 @@ def _refuse_odd_models(
     whole: bool,
     dequantised: bool,
 ) -> None:
-    """Raise InputError for what another system would not load: E1485 names in the layers that the family does not know,
-    Incomplete E1484 tensors that are not there. whole: nothing was left out by patterns.
-    dequantised: no codes are left."""
+    """Raise an error for models that another system would not load: InputError E1485 for unknown names in the layers,
+    Incomplete E1484 for missing tensors.
+
+    Args:
+        whole: nothing was left out by patterns, so the model should be complete.
+        dequantised: no codes of a quantised release are left.
+    """
     from ckpt_tool.families.completeness import missing, strange
     from ckpt_tool.families.table import one_of_each
 
@@ -449,8 +460,8 @@ def _refuse_odd_models(
 def _refuse_unplaced(
     found: FamilyMatch, target: str, mapped: Mapped, shapes: Mapping[str, tuple[int, ...]], path: str
 ) -> None:
-    """Raise InputError E3010 for tensors that no rule takes to a system with names of its own. Its loader knows no
-    tensor of another name: Megatron's and Paddle's jobs stop at one, llama.cpp refuses the file."""
+    """Raise InputError E3010 for tensors without a rule, if the target is a system with names of its own. Its loader
+    fails on unknown tensors: Megatron's and Paddle's jobs stop at one, llama.cpp refuses the file."""
     from ckpt_tool.families.base import SYSTEMS as NAMES_OF_SYSTEMS
 
     taken = {piece.src.name for made in mapped.made for piece in made.pieces} | set(mapped.dropped)
@@ -474,8 +485,10 @@ def _refuse_unplaced(
 
 
 def _refuse_lacking(family: Family, target: str, mapped: Mapped, config: Mapping[str, Any] | None) -> None:
-    """Raise Incomplete E1484 for what the target's rules say that a model has and no source makes: where all layers
-    lack one tensor, nothing in the source shows it."""
+    """Raise Incomplete E1484 for tensors that a model needs by the target's rules and that have no source.
+
+    The source alone does not show these: if all layers lack a tensor, they are consistent.
+    """
     from ckpt_tool.families.completeness import list_expected_tensors
 
     made = {each.name for each in mapped.made}
@@ -491,7 +504,8 @@ def _refuse_lacking(family: Family, target: str, mapped: Mapped, config: Mapping
 
 
 def _refuse_codes(odd: Sequence[str], config: Mapping[str, Any] | None, family: str) -> None:
-    """Raise InputError E1486 where what no rule takes are the codes of a quantised release: one cause, one line."""
+    """Raise InputError E1486 if the tensors without a rule are codes of a quantised release: one error for one cause,
+    instead of one for each tensor."""
     from ckpt_tool.weight_schemes.declared_scheme import quantisation
 
     scheme = quantisation(config, odd)
@@ -516,7 +530,7 @@ def _mapped(
     dequantised: bool,
 ) -> Mapped:
     """The mapping from the source's names to the target's. Codes of a quantised release may have packed shapes, which
-    fail here; the error's hint then tells how to convert them."""
+    fail here; the hint of the error then gives the option that dequantises them."""
     from ckpt_tool.families.rewrite import mapping
     from ckpt_tool.weight_schemes.declared_scheme import quantisation
 
@@ -535,7 +549,7 @@ def _mapped(
 
 
 def _hints(target: str, config: Mapping[str, Any] | None, *, renamed: bool) -> tuple[list[Hint], list[str]]:
-    """(the hints for the target's format, lines about what it can't say)."""
+    """(hints for the target's format, lines about settings that it can't express)."""
     stated = of_dialect(target, "hints")
     if config is None or stated is None:
         return [Dialect(target)], []
@@ -544,7 +558,7 @@ def _hints(target: str, config: Mapping[str, Any] | None, *, renamed: bool) -> t
 
 
 def _as_asked(config: Mapping[str, Any] | None, writing: Writing) -> Mapping[str, Any] | None:
-    """The config of the model as the options change it: `--tied-head`, and the rows that `--vocab-size` asks for."""
+    """The model's config with the changes by options: `--tied-head`, and the rows given by `--vocab-size`."""
     if config is None:
         return None
     changed = dict(config)
@@ -595,14 +609,14 @@ def renamed(chosen: Chosen, mapped: Mapped, writing: Writing, by: str, hints: Se
 
 
 def _followed(casts: Mapping[TensorKey, DType], names: Mapping[str, tuple[str, ...]]) -> dict[TensorKey, DType]:
-    """What each tensor is rounded to, under the new names."""
+    """The dtype to which each tensor is rounded, under its new name."""
     return {
         TensorKey(new, key.state): dtype for key, dtype in casts.items() for new in names.get(key.name, (key.name,))
     }
 
 
 def _left_over(chosen: Chosen, mapped: Mapped) -> Iterator[tuple[str, int, int]]:
-    """(source, elements that nothing is made of, all) of sources that are taken in part."""
+    """(source tensor, number of unused elements, number of all) for source tensors that are used only in part."""
     taken: Counter[str] = Counter()
     for made in mapped.made:
         for piece in made.pieces:

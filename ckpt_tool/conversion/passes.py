@@ -1,15 +1,15 @@
-"""The passes of a conversion, in their order: what becomes of the tensors of a source before a plan is made of them.
+"""Lists the passes of a conversion in their order: the steps that transform a source's tensors before planning.
 
-    opened -> SELECTION -> NAMES -> FITTING -> planned (`planning`) -> carried out (`writing`)
+    opened -> SELECTION -> NAMES -> FITTING -> planned (`planning`) -> executed (`writing`)
 
-A pass takes what is chosen so far and what the conversion is to do, and gives what is chosen after it. It moves no
-tensor: it changes where tensors are read from, their keys, dtypes and shapes, and it adds to the report. `convert`
-takes all passes in this order, `reshard` and `merge` of one source all but NAMES. `merging` and `adapters` select each
-source, name it as the hub or the adapter does, compute, and name the result as the output wants it.
+A pass takes the tensors chosen so far and the requested conversion, and returns the tensors chosen after it. It moves
+no data: it changes where tensors are read from, their keys, dtypes and shapes, and it adds to the report. `convert`
+runs all passes in this order, `reshard` and `merge` of one source all but NAMES. `merging` and `adapters` select each
+source, name it as the hub or the adapter does, compute, and then convert the result to the output's names.
 
-What one system alone needs is a row of that system (`formats.entry.SystemPass`), and runs at one of four places. Each
-pass is a row: what it is for, when it has anything to do (`asked`, a cheap look at the options, at the source or
-at the names), and where its function is. A pass that has nothing to do is neither called nor imported.
+A pass that only one system needs is registered by that system (`formats.entry.SystemPass`), and runs at one of four
+points. Each pass is a row: its purpose, when it applies (`asked`, a cheap check of the options, the source or the
+names), and its function. A pass that does not apply is neither called nor imported.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ class Pass(NamedTuple):
     """One step of a conversion."""
 
     name: str
-    purpose: str  # in words, with the options that it carries out
-    asked: Callable[[Chosen, Conversion], bool]  # has it anything to do? False means that its result would be its input
+    purpose: str  # in words, with the options that it implements
+    # Does the pass apply? False means that its result would equal its input.
+    asked: Callable[[Chosen, Conversion], bool]
     function: str  # `module:function`, the module below this package
 
     def run(self, chosen: Chosen, job: Conversion) -> Chosen:
-        """`chosen` after this pass. Raises what its function raises."""
+        """Apply the pass to `chosen`, if it applies. Raises what its function raises."""
         if not self.asked(chosen, job):
             return chosen
         module, _, name = self.function.partition(":")
@@ -44,12 +45,12 @@ class Pass(NamedTuple):
 
 
 def _of_systems(place: Place) -> Iterator[Pass]:
-    """The passes that systems have at one place (`formats.entry.SystemPass`)."""
+    """The passes of all systems that run at this point (`formats.entry.SystemPass`)."""
     for package, row in passes_at(place):
         yield Pass(row.name, row.purpose, row.asked, f"{package}.{row.function}")
 
 
-# Which tensors of one source, as which values
+# Choose the tensors of one source and their values.
 SELECTION = (
     Pass(
         "averages",
@@ -94,7 +95,7 @@ SELECTION = (
         "quantised.dequantize:dequantize",
     ),
 )
-# Under which names
+# Give them the output's names. INSIDE is part of FITTING too, so that it also runs in commands without NAMES.
 INSIDE = Pass(
     "inside",
     "an adapter inside a whole model: alone to peft, refused by what has no such names",
@@ -130,7 +131,7 @@ NAMES = (
     ),
     *_of_systems("after names"),
 )
-# As the format keeps them
+# Bring them into the form that the output's format stores.
 FITTING = (
     INSIDE,
     Pass(
@@ -182,14 +183,14 @@ PASSES = (*SELECTION, *NAMES, *FITTING)
 
 
 def passed(chosen: Chosen, job: Conversion, passes: Iterable[Pass]) -> Chosen:
-    """`chosen` after each of the passes that has anything to do."""
+    """Apply the passes to `chosen`, one after the other."""
     for each in passes:
         chosen = each.run(chosen, job)
     return chosen
 
 
 def selected(opened: Opened, job: Conversion, passes: Iterable[Pass] = SELECTION) -> Chosen:
-    """The tensors of one source after each of the passes, of which the first are those of SELECTION."""
+    """Select the tensors of one source with these passes, which begin with those of SELECTION."""
     nothing = Chosen(
         (opened,),
         stored=(),
@@ -204,8 +205,8 @@ def selected(opened: Opened, job: Conversion, passes: Iterable[Pass] = SELECTION
 
 
 def in_wanted_names(chosen: Chosen, opened: Opened, job: Conversion) -> Chosen:
-    """`chosen`, of tensors under the hub's names, under those that the output wants; under those that its source
-    `opened` came with where it keeps names."""
+    """Convert `chosen` from the hub's names to those of the output; if the output keeps names, to those that the source
+    `opened` had."""
     writing = job.writing
     home = opened.catalog.hints.dialect or opened.format.holds.dialect
     renamed = chosen.all_hints.dialect != opened.catalog.hints.dialect

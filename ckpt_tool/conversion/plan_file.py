@@ -1,7 +1,7 @@
-"""Plan files: a plan written with `--plan`, and read back as what a stranger gave.
+"""Writes plan files (`--plan`) and reads them back as untrusted input.
 
-`plan.saved` checks the plan itself. Here stands what only a command knows: the format's name, and the report that a run
-prints (`conversion.planning._report`), of which every value that is looked at must have its type.
+`plan.saved` checks the plan itself. This module adds what only a command knows: the format's name, and the report that
+a run prints (`conversion.planning._report`). The type of every value in the report is checked before it is used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Planning: from chosen tensors to what is wanted, the layout, the target's files, and the plan with its report."""
+"""Makes the plan of a conversion and its report, from the chosen tensors: the layout, the target's files, the moves."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SIDE = -1  # instead of a source's number: a side file, which may be stored next
 
 
 def make_plan(chosen: Chosen, destination: Place, fmt: Format, writing: Writing) -> tuple[Plan, Wanted]:
-    """The plan and what it wants. Pure but for the identities of the source files, which are read here."""
+    """The plan and the wanted tensors on which it is based. It reads nothing but the identities of the source files."""
     if chosen.removed:
         from ckpt_tool.conversion.whole_layers import notes_on_gaps
 
@@ -60,7 +60,7 @@ def make_plan(chosen: Chosen, destination: Place, fmt: Format, writing: Writing)
         wanted = replace(wanted, extras=extras)
         chosen = chosen.noted(*lines)
     layout, fallbacks = layout_of(chosen, wanted, fmt, writing)
-    if not fmt.holds.replicas:  # what ranks share is stored once
+    if not fmt.holds.replicas:  # replicated tensors are stored once, so replication costs no space
         fallbacks = [{**entry, "extra_bytes": 0} for entry in fallbacks]
     target = with_side_files(fmt.target(wanted, layout), chosen, fmt, wanted, writing)
     refuse_unsplit(target, fmt, writing)
@@ -96,7 +96,7 @@ def _moved(
     chosen: Chosen, wanted: Wanted, target: Target
 ) -> tuple[tuple[SourceFile, ...], Sequence[Move], tuple[Record, ...], Sequence[Sequence[Extent]]]:
     """(the source files by number, the moves, the checksummed records that they read, the arrays of each output file).
-    Side files that are copied have their numbers behind those that moves read."""
+    Side files that are copied are numbered after the files that moves read."""
     numbers: dict[tuple[int, str], int] = {}
 
     def number_of(source: int, path: str) -> int:
@@ -118,7 +118,7 @@ def _moved(
 
 
 def _listed(target: Target) -> Target:
-    """The target as a run wants it: one whose arrays are listed, where they may be."""
+    """The target in the form that a run needs, with all arrays listed, if the target allows that."""
     return target._replace(places=None) if target.places is not None and target.places.listable else target
 
 
@@ -143,14 +143,14 @@ def _wanted_tensors(chosen: Chosen, dtypes: Mapping[str, DType]) -> tuple[Wanted
     )
 
 
-# Notes that advise --as-model master, for who does not yet.
+# Notes that recommend --as-model master; they are left out if the user does that already.
 ADVISES_MASTER = frozenset({"N-zero3", "N-sliced-module"})
 
 
 def _report(
     chosen: Chosen, plan: Plan, target: Target, layout: Layout, fallbacks: list[dict[str, Any]], writing: Writing
 ) -> dict[str, Any]:
-    """The writers' document as far as it is known before a byte moves."""
+    """The report of a run, as far as it is known before a byte moves."""
     states: dict[str, dict[str, int]] = {}
     if isinstance(plan.moves, LaterMoves):
         states = {state: {"tensors": count, "bytes": nbytes} for state, (count, nbytes) in plan.moves.states.items()}
@@ -215,13 +215,13 @@ def _report(
 
 
 def _agree_reason(entry: dict[str, Any]) -> dict[str, Any]:
-    """An entry of what is dropped, its reason in the singular where it is about one thing."""
+    """A report entry of a dropped item, with its reason in the singular if it is about one thing."""
     reason = entry.get("reason")
     return {**entry, "reason": _agree_texts([reason])[0]} if isinstance(reason, str) else entry
 
 
 def _agree_texts(texts: Sequence[str]) -> list[str]:
-    """The sentences in the singular where they count one thing. What does that is loaded only for texts that count."""
+    """The sentences, in the singular where they count one thing. The module for that is only loaded if one does."""
     if not any("1 " in text for text in texts):
         return list(texts)
     from ckpt_tool.core.plurals import agree_all
@@ -249,7 +249,7 @@ def peak_memory(writing: Writing, *, turned: bool, more: int = 0, paths: Sequenc
 
 
 def _turned(moves: Sequence[Move]) -> bool:
-    """Is a source or an output transposed against its line? The outputs of one tensor are all alike."""
+    """Does any move transpose elements? One output per tensor is checked, because all outputs of a tensor are alike."""
     if isinstance(moves, LaterMoves):
         return moves.has_transposed
     return any(map(is_transposed, (region for move in moves for region in (*move.sources, *move.outputs[:1]))))

@@ -4,8 +4,8 @@
     100 rows, --vocab-size 112   ->   112 rows, the last 12 of zeros, counted in the report
 
 Trainers pad embeddings to a multiple that depends on the tensor parallel degree (Megatron-LM 0.16
-`vocab_utils.calculate_padded_vocab_size`), so the rows beyond the tokenizer's are of no use elsewhere. Which tensors
-have vocabulary rows is derived from their names; a name that is not on the list keeps its rows.
+`vocab_utils.calculate_padded_vocab_size`), so the rows beyond the tokenizer's are useless elsewhere. Which tensors have
+vocabulary rows is derived from their names; a name that is not on the list keeps its rows.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def _find_by_names(config: Config, names: list[str]) -> Family | None:
 
 
 class _Known(NamedTuple):
-    """How many of the names a dialect's rules cover."""
+    """How well a dialect's rules cover the names."""
 
     much: tuple[int, int]  # how many its rules know, how much of the others its towers' names tell
     layered: bool  # is one of those in a layer?

@@ -1,8 +1,8 @@
 """Ling 2.0 (Bailing MoE v2): q, k and v in one tensor, [Q | K | V]; a dense layer, then experts with a bias and shared ones;
 MTP as layer N.
 
-The model's code lies with its files; Megatron-Bridge 0.6.2 has a copy of it (models/bailing/modeling_bailing_moe_v2.py), the
-source of the names, and its table for Megatron (bailing_moe2_bridge.py).
+The model's code is published with its files; Megatron-Bridge 0.6.2 has a copy of it (models/bailing/modeling_bailing_moe_v2.py),
+the source of the names, and its table for Megatron (bailing_moe2_bridge.py).
 """
 
 from ckpt_tool.families import hub_names as hub

@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3 with MTP layers; Kimi K2, whose code beside its files is DeepSeek's.
+"""DeepSeek V2 and V3 with MTP layers; Kimi K2, whose code, published with its files, is DeepSeek's.
 
 Paddle: PaddleFormers 1.2.0, transformers/deepseek_v3: nothing is fused. Megatron-Bridge 0.6.2, models/deepseek and kimi.
 """

@@ -1,8 +1,8 @@
 """ERNIE 4.5, dense. Paddle: PaddleFormers 1.2.0, transformers/ernie4_5/modeling.py, qkv_proj grouped by KV head.
 
 Releases named `-Paddle` have the root `ernie.` and, where heads share keys, qkv_proj as [Q|K|V] (`base.SHARED_KEYS`). Without a
-config nothing tells which it is, and the user says it. `paddle-hf` is what the Trainer calls a Hugging Face save: fused
-weights as they are in Paddle, the others transposed.
+config this can't be decided, and the user has to state it. `paddle-hf` is what the Trainer calls a Hugging Face save:
+fused weights as they are in Paddle, the others transposed.
 """
 
 from ckpt_tool.families import hub_names as hub

@@ -2,9 +2,9 @@
 saves.
 
 `hf-published`: baidu's -PT files, the tower at the root. `hf-5`: what transformers 5 has in memory, experts of text and of images
-apart. Megatron: Megatron-Bridge 0.6.2, models/ernie_vl/ernie45_vl_bridge.py, where the experts of images are numbered anew. Paddle: PaddleFormers 1.2.0, ernie4_5_moe_vl: nothing is
-fused, routers are as in the hub. `paddle-ernie`: releases named -Paddle, as ERNIE's tools/paddle2torch/tran_4_5t_vl.py
-reads them.
+apart. Megatron: Megatron-Bridge 0.6.2, models/ernie_vl/ernie45_vl_bridge.py, where the numbers of image experts start from
+0 again. Paddle: PaddleFormers 1.2.0, ernie4_5_moe_vl: nothing is fused, routers are as in the hub. `paddle-ernie`: releases
+named -Paddle, as ERNIE's tools/paddle2torch/tran_4_5t_vl.py reads them.
 """
 
 from ckpt_tool.families import ernie_vision

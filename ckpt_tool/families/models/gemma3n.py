@@ -1,7 +1,7 @@
 """Gemma 3n: gemma3's layers with AltUp, LAuReL and embeddings of each layer. transformers 5.23, models/gemma3n.
 
-`hf` are the released names, `hf-text` those of the text model alone; what belongs to the towers keeps its names. The MLPs are of
-one width: a config that states several a layer is read by its first. No project maps it to Megatron: the hub dialects alone.
+`hf` are the released names, `hf-text` those of the text model alone; tensors of the towers keep their names. All MLPs have one
+width: of a config that lists a width per layer, the first counts. No project maps it to Megatron: it has hub dialects only.
 """
 
 from ckpt_tool.families import hub_names as hub

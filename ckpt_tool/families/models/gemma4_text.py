@@ -1,7 +1,7 @@
-"""Gemma 4, the text alone: windowed layers and whole ones with heads of their own, per-layer embeddings (E2B, E4B) or experts
-beside the MLP (26B-A4B); whole layers may take their keys for values. Released and in memory the same names.
+"""Gemma 4, text only: layers with a window and with full attention have different heads; per-layer embeddings (E2B, E4B) or
+experts in addition to the MLP (26B-A4B); full layers may use their keys as values. Names are the same in files and in memory.
 
-Megatron: Megatron-Bridge 0.6.2, models/gemma/gemma4_bridge.py. On the way back what stands twice there is taken once.
+Megatron: Megatron-Bridge 0.6.2, models/gemma/gemma4_bridge.py. Tensors that are stored twice there are read once.
 """
 
 from ckpt_tool.families import hub_names as hub

@@ -1,6 +1,6 @@
 """Granite 4 hybrid, and Granite 3 MoE with and without shared experts: Mamba-2 or attention, then experts in two tensors a
-layer beside a shared MLP. transformers 5.23, models/granitemoehybrid, granitemoe, granitemoeshared; `hf-5` are its names
-in memory (conversion_mapping.py).
+layer and a shared MLP. transformers 5.23, models/granitemoehybrid, granitemoe, granitemoeshared; `hf-5` are its names in
+memory (conversion_mapping.py).
 
 No project maps them to Megatron: the hub dialects alone.
 """

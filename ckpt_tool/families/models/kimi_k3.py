@@ -1,10 +1,10 @@
 """Kimi K3 (sees): Kimi Linear's decoder with attention residuals, an output gate of latent attention, experts between two
 latent projections and a norm.
 
-The model's code lies with its files (moonshotai/Kimi-K3, modeling_kimi_k3.py, modeling_kimi_linear.py), and transformers 5.23
-has none: the hub's names are theirs. Layers of which kind `linear_attn_config` says, counted from one. Released experts are
-MXFP4 of compressed-tensors: --dequantize first. The released `A_log` is as long as a head is wide, zeros behind the heads';
-the model's class has the heads' alone, and both are read.
+The model's code is published with its files (moonshotai/Kimi-K3, modeling_kimi_k3.py, modeling_kimi_linear.py), and
+transformers 5.23 has none: the hub's names are those of that code. `linear_attn_config` gives the kind of each layer, counted
+from one. Released experts are MXFP4 of compressed-tensors: --dequantize first. The released `A_log` is padded with zeros from
+the number of heads to the width of a head; in the model's class it is not, and both forms are read.
 
 Megatron: Megatron-Bridge of 2026-08-22 (067f987), models/kimi/kimi_k3_bridge.py and kimi_k3_layers.py: the language model
 alone, in modules of its own with the hub's names; what the last layer's residuals end in is that layer's.

@@ -1,7 +1,7 @@
 """Kimi Linear: Kimi's delta attention, every fourth layer latent attention without a low rank of the query; experts under
-Mixtral's names beside shared ones.
+Mixtral's names, and shared experts.
 
-The released config says which layers are of which kind in `linear_attn_config`, counted from one. transformers 5.23,
+The released config gives the kind of each layer in `linear_attn_config`, counted from one. transformers 5.23,
 models/kimi_linear and conversion_mapping.py: in memory the experts and the three convolutions are fused (`hf-5`); it
 saves a dense layer's MLP under the experts' name (`hf-saved`), the released files' own modeling_kimi.py has it under
 `mlp`. Neither Megatron-Bridge 0.6.2 nor mcore-bridge 1.6.5 maps it.

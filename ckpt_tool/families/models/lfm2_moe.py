@@ -1,7 +1,7 @@
 """LFM2, dense and MoE: short convolutions or attention, one norm for the embedding at the end. transformers 5.23,
 models/lfm2, lfm2_moe. `hf-fused`: experts as in memory (conversion_mapping.py).
 
-LFM2's config rounds its widths, the tensors tell them. No project maps them to Megatron: the hub dialects alone.
+LFM2's config rounds widths, so they are taken from the tensors. No project maps them to Megatron: there are only hub dialects.
 """
 
 from ckpt_tool.families.base import Family, Variant

@@ -1,4 +1,4 @@
-"""MiMo 7B, whose code lies beside its files: Qwen2, and layers of multi-token prediction under names of their own.
+"""MiMo 7B, whose code is published with its files: Qwen2, and layers of multi-token prediction under names of their own.
 
 Megatron-Bridge 0.6.2, models/mimo/mimo_bridge.py: Megatron's eh_proj has the embedding's half first, `input_proj` second.
 """

@@ -1,8 +1,8 @@
 """MiniMax-M3: dense layers first, then experts (Mixtral's names) and one shared; norms multiply by 1 + weight; an indexer in some
 layers. `hf-5` is what transformers 5 has in memory.
 
-Megatron: Megatron-Bridge 0.6.2, models/minimax_m3/minimax_m3_bridge.py: towers are the hub's own modules, indexers stand beside
-the language model, each on the stage of its layer (torch_dist does not care).
+Megatron: Megatron-Bridge 0.6.2, models/minimax_m3/minimax_m3_bridge.py: towers are the hub's own modules, indexers are outside
+the language model, each on the pipeline stage of its layer (which makes no difference in torch_dist).
 """
 
 from ckpt_tool.families import hub_names as hub

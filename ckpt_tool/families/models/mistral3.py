@@ -1,6 +1,6 @@
 """Mistral Small 3.1 and Ministral 3: Mistral inside. `hf-5` is what transformers 5 has in memory.
 Megatron: Megatron-Bridge 0.6.2, models/ministral3/ministral3_bridge.py, whose tower and projector are the hub's own modules.
-`vision_tower.transformer.` is Pixtral's, and tells the family where no config does."""
+`vision_tower.transformer.` is Pixtral's, and identifies the family if there is no config."""
 
 from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import DECODER, Family, Variant

@@ -2,7 +2,7 @@
 transformers 5.23, models/nemotron.
 
 Megatron: Megatron-Bridge 0.6.2, models/nemotron/nemotron_bridge.py, norms as they are stored (layernorm_zero_centered_gamma);
-biases, which no released model has, lie where Megatron's layers have them.
+biases, which no released model has, are mapped to those of Megatron's layers.
 """
 
 from ckpt_tool.families import hub_names as hub

@@ -13,7 +13,7 @@ from ckpt_tool.systems.trainers import names as trainers
 FAMILY = Family(
     name="phi3",
     classes=(
-        ModelClass(  # Megatron's arguments are Llama's: which of the two a job is of, --family says
+        ModelClass(  # Megatron's arguments equal Llama's: --family decides which of the two a job has
             "phi3", "Phi3ForCausalLM", (*DECODER_FORMS, "window"),
             megatron=GATED,
             defaults={**DEFAULTS, "rms_norm_eps": 1e-05, "max_position_embeddings": 4096},

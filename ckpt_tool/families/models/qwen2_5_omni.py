@@ -1,6 +1,6 @@
-"""Qwen2.5-Omni: a thinker (Qwen2, eyes and ears), a talker, a decoder of sound. `hf-5` is what transformers 5 has in memory.
-Megatron: Megatron-Bridge 0.6.2, models/qwen_omni/qwen25_omni_bridge.py: the thinker, whose towers are the hub's own modules. The
-talker and the decoder of sound have no place there: they travel under their own names. `megatron-swift`: mcore-bridge 1.6.5,
+"""Qwen2.5-Omni: a thinker (Qwen2 with vision and audio), a talker, an audio decoder. `hf-5` is what transformers 5 has in
+memory. Megatron: Megatron-Bridge 0.6.2, models/qwen_omni/qwen25_omni_bridge.py: the thinker, whose towers are the hub's own
+modules. It has no place for the talker and the audio decoder, which keep their own names. `megatron-swift`: mcore-bridge 1.6.5,
 mm_gpts/qwen.py, without `thinker.` and with both towers under `visual.`."""
 
 from ckpt_tool.families import hub_names as hub

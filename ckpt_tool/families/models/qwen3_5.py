@@ -1,5 +1,5 @@
 """Qwen3.5 and 3.6, dense, models that see: Qwen3-Next's hybrid, Qwen3-VL's tower without a deep stack. The released names
-are those in memory too; MTP's layer lies at the top, and transformers leaves it unread.
+are those in memory too; the MTP layer is at the top level, and transformers does not read it.
 
 Megatron-Bridge 0.6.2, models/qwen_vl/qwen35_vl_bridge.py; mcore-bridge 1.6.5, model/mm_gpts/qwen3_5_gdn.py: `megatron-swift`.
 """

@@ -1,4 +1,4 @@
-"""Qwen3-Next: gated delta nets, every fourth layer gated attention, experts beside a shared one, a layer of MTP.
+"""Qwen3-Next: gated delta nets, every fourth layer gated attention, experts and a shared expert, a layer of MTP.
 
 transformers 5.23, models/qwen3_next (which leaves MTP's layer unread); Megatron-Bridge 0.6.2,
 models/qwen/qwen3_next_bridge.py; mcore-bridge 1.6.5, model/gpts/qwen3_next_gdn.py: `megatron-swift`.

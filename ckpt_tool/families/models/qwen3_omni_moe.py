@@ -1,7 +1,7 @@
-"""Qwen3-Omni: a thinker (Qwen3-MoE, eyes and ears), a talker with experts of its own, a decoder of sound. `hf-5` is what transformers
-5 has in memory. Megatron: Megatron-Bridge 0.6.2, models/qwen_omni/qwen3_omni_bridge.py: the thinker, whose towers are the hub's own
-modules. The talker and the decoder of sound have no place there: they travel under their own names. `megatron-swift`: mcore-bridge
-1.6.5, mm_gpts/qwen3_omni.py, without `thinker.` and with both towers under `visual.`."""
+"""Qwen3-Omni: a thinker (Qwen3-MoE with vision and audio), a talker with experts of its own, an audio decoder. `hf-5` is what
+transformers 5 has in memory. Megatron: Megatron-Bridge 0.6.2, models/qwen_omni/qwen3_omni_bridge.py: the thinker, whose towers
+are the hub's own modules. It has no place for the talker and the audio decoder, which keep their own names. `megatron-swift`:
+mcore-bridge 1.6.5, mm_gpts/qwen3_omni.py, without `thinker.` and with both towers under `visual.`."""
 
 from ckpt_tool.families import hub_names as hub
 from ckpt_tool.families.base import DECODER, Family, Variant

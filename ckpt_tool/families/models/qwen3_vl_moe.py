@@ -1,5 +1,5 @@
 """Qwen3-VL with experts. A released layer's are in two tensors (inputs, outputs), [gate | up]; `hf-5` is what transformers 5
-has in memory and saves: (outputs, inputs). Shapes tell: one of the two tensors fits one way alone, whatever the sizes.
+has in memory and saves: (outputs, inputs). The shapes decide: one of the two tensors fits only one way, whatever the sizes.
 `hf-split`: experts one by one.
 
 Megatron: Megatron-Bridge 0.6.2, models/qwen_vl/qwen3_vl_bridge.py. `megatron-swift`: mcore-bridge 1.6.5, which keeps the hub's tower.

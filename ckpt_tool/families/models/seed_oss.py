@@ -11,7 +11,7 @@ from ckpt_tool.systems.megatron import names as megatron
 FAMILY = Family(
     name="seed_oss",
     classes=(
-        ModelClass(  # Megatron's arguments are Qwen2's: which of the two a job is of, --family says
+        ModelClass(  # Megatron's arguments equal Qwen2's: --family decides which of the two a job has
             "seed_oss", "SeedOssForCausalLM", (*DECODER_FORMS, "qkv_bias"),
             keys={"qkv_bias": "attention_bias"},
             megatron=GATED,

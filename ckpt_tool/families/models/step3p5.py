@@ -2,9 +2,10 @@
 three tensors, dense layers of multi-token prediction as layers N and on.
 
 transformers 5.23, models/step3p7 and conversion_mapping.py: in memory (`hf-5`) the language model is `model.language_model`,
-experts are fused, and the tower has other names and its queries and keys another order of rotary rows; Step 3.5's own class lies with its files, its names are the same. Names of MTP:
-Megatron-Bridge 0.6.2, models/stepfun/step35_bridge.py. That bridge has no rule here: with megatron-core 0.19.2, which has no
-gate a head, it repeats the gate's row for each element of a head, which no way back undoes once a job has trained it.
+experts are fused, and the tower has other names and its queries and keys another order of rotary rows; Step 3.5's own class
+is published with its files and has the same names. Names of MTP: Megatron-Bridge 0.6.2, models/stepfun/step35_bridge.py. There
+are no rules for that bridge: with megatron-core 0.19.2, which has no gate per head, it repeats the gate's row for each element
+of a head, which can't be reversed once a job has trained the copies.
 """
 
 from ckpt_tool.families import hub_names as hub

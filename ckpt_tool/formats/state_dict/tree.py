@@ -241,7 +241,7 @@ def with_changed(extras: Any, path: Path, change: Callable[[Any], Any]) -> Any:
 
 
 class _Tuple(list[Any]):
-    """A mutable stand-in for a tuple while its slots are filled (`_sealed` turns it back)."""
+    """A tuple in mutable form while its slots are filled (`_sealed` turns it back)."""
 
 
 def _copy(value: Any) -> Any:
