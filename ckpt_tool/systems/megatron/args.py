@@ -235,6 +235,7 @@ def updated(args: Mapping[str, Any], degrees: Mapping[str, int], stages: Stages,
         if name in args or value not in (None, False):
             out[name] = value
 
+    # Without this argument Megatron uses the dense tensor degree, so it is added only if the two differ.
     if "expert_tensor_parallel_size" not in args and degrees["etp"] == tp:
         del out["expert_tensor_parallel_size"]
     if vpp > 1 and pp > 1 and args.get("overlap_p2p_comm") is False and "overlap_p2p_comm" in args:

@@ -173,6 +173,8 @@ def chain_members(chain: Sequence[Any], params: Sequence[RankArray], facts: Mega
     every = [groups_of(one) for one in chain]
     parallel = any(is_expert_group(group) for groups in every for group in groups)
     first = matrices_at(chain, facts)
+    # `alone`: all groups of the optimizer are experts'. Experts have one or two optimizers of their own, or groups next
+    # to the dense ones; other chains are not understood.
     alone = [bool(groups) and all(map(is_expert_group, groups)) for groups in every]
     if not all(every) or sum(not one for one in alone) > 2 or sum(alone) > 2:
         return None

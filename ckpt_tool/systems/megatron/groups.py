@@ -64,7 +64,7 @@ def members_of(
     """Return the parameters of each stored group, in order; None if these rules did not make the groups (a parameter
     fits none, or two groups have the same key)."""
     keys = [key_of_group(group, facts) for group in groups]
-    if len(set(keys)) != len(keys):
+    if len(set(keys)) != len(keys):  # then a parameter's key does not determine its group
         return None
     out: list[list[RankArray]] = [[] for _ in groups]
     for array in arrays:

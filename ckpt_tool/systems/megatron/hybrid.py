@@ -103,6 +103,7 @@ def letters_of(pattern: str) -> str:
             f"the pattern {pattern[:80]!r} has dense layers (-) and experts (E), GPTModel's are all of a kind",
             "Megatron's own tool (gpt_hybrid_conversion.py) takes none either",
         )
+    # The i-th attention and the i-th MLP become a layer, so there must be as many of each.
     pairs = found.count(ATTENTION), found.count(DENSE) + found.count(EXPERTS)
     if pairs[0] != pairs[1]:
         raise Unfit(
@@ -245,6 +246,7 @@ def changed(args: Mapping[str, Any], letters: str, *, back: bool) -> dict[str, A
         out |= {PATTERN: letters, "is_hybrid_model": True}
     elif "is_hybrid_model" in args:
         out["is_hybrid_model"] = False
+    # Megatron states the number of layers in this argument, too.
     for name in ("encoder_num_layers",):
         if args.get(name) is not None:
             out[name] = out["num_layers"]

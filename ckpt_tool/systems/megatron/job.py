@@ -244,6 +244,7 @@ class MegatronJob(NamedTuple):
             return pieces(rule, shape, rank_number, ranks)
         rank_pieces = list[RankPiece]()
         row = 0
+        # One box, or a number that ranks can't share evenly, is what every rank has.
         is_on_every_rank = len(stored_boxes) == 1 or len(stored_boxes) % ranks
         for box in stored_boxes if is_on_every_rank else stored_boxes[rank_number::ranks]:
             rank_pieces.append(RankPiece(box, Box((row, *(0,) * (len(shape) - 1)), box.shape) if shape else box))
@@ -269,6 +270,7 @@ class MegatronJob(NamedTuple):
         tensor_shape = shape
 
         # The logical names of what the array holds, and the shape that the rank has of each.
+        # A rank numbers layers from the first one of its chunk, and experts from its own first one.
         name = names.canonical(names.shift_layer(local, self.stages.of(rank.pp, chunk).first))
         name = names.by_head(name) if names.BY_HEAD in self.sections else name
         members = [name]
@@ -343,6 +345,7 @@ class MegatronJob(NamedTuple):
             local_shape = rank_pieces[0].within.shape
             if len(rank_pieces) > 1:  # one below the other
                 local_shape = (sum(piece.within.shape[0] for piece in rank_pieces), *local_shape[1:])
+            # Each expert's matrix is stored transposed in a GroupedMLP's weights.
             view = View(start, local_shape, (1, local_shape[0])) if which else None
 
             # The padding of a vocabulary is in the rank's array, but it is no part of the logical tensor.

@@ -38,6 +38,7 @@ def half_of(extras: Mapping[str, Any], tensors: Iterable[LogicalTensor]) -> str 
     states = {tensor.key.state for tensor in every}
     if half is None or MASTER in states or not states.difference(_NO_OPTIMIZER):
         return None
+    # All matrices must be fp32; the dtype of vectors decides nothing.
     matrices = [tensor.dtype for tensor in every if tensor.key.state == MODEL and len(tensor.shape) > 1]
     return half if matrices and set(matrices) == {F32} else None
 

@@ -98,6 +98,7 @@ def lay_flat(
         data_ranks: number of ranks in the group that shares the buffer.
         busbw: whether padding is rounded up for the bandwidth of NCCL (pad_buckets_for_high_nccl_busbw).
     """
+    # Each data rank owns an equal part of a bucket, so its padded length is a multiple of the number of ranks.
     divisor = lcm(data_ranks, 128, BUSBW) if busbw else lcm(data_ranks, 128)
     alone = tuple(shared) or (False,) * len(numels)
     places: list[BucketPlace] = [BucketPlace(0, 0, 0)] * len(numels)
@@ -164,6 +165,7 @@ def bucketing_of(job: MegatronJob, *, experts: bool) -> Bucketing:
     """Return the bucket settings of the dense buffers or (`experts`) of the experts' buffers."""
     facts = job.facts
     degrees = job.degrees
+    # Context-parallel ranks have the same weights, so they share the buffers like data ranks.
     ranks = degrees["dp"] * degrees["cp"]
     size = (facts.bucket_size or default_bucket_size(ranks)) if facts.overlap else None
     if experts:

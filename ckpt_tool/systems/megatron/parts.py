@@ -128,6 +128,7 @@ class Gathered:
                 path=path,
                 hint=f"all {len(self.parts)} parts are stored under keys of their own",
             )
+        # The rows at which each part begins; the last entry is the number of all rows.
         starts = [0, *accumulate(self.rows[part] for part in self.parts)]
         held = [(self.held[part], start) for part, start in zip(self.parts, starts, strict=False)]
         # Columns of many chunks can be joined without making an object for each chunk.

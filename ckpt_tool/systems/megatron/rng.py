@@ -62,6 +62,7 @@ def by_rank(states: Any, degrees: Mapping[str, int]) -> tuple[tuple[int, ...], d
     by_data = False
     for name, value in states.items() if isinstance(states, dict) else ():
         found = _RANK.fullmatch(str(name))
+        # A name has a stage exactly if there are several: otherwise it belongs to another layout.
         if found is None or (found[2] is None) != (pp == 1):
             return (0,), {}
         by_data |= found[3] is not None

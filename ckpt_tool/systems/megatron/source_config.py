@@ -100,6 +100,7 @@ def _merge(config: Mapping[str, Any], args: Mapping[str, Any]) -> ModelConfig:
     mine = megatron_args(config).config
     if not args.get("mtp_num_layers"):  # transformers names MTP layers in the config, and leaves their tensors out
         mine = set_mtp_layers(mine, 0)
+    # Both sides are compared as Megatron's arguments, the config translated to them.
     wrong = list(differing(args, mine))
     if not wrong:
         return ModelConfig(config, file=True)

@@ -102,6 +102,8 @@ def parse_layout(text: str) -> list[str] | None:
     ['Ett', 't', 't', 'mL']
     """
     flat = text.replace(",", "").replace(" ", "")
+    # Groups first, because `*` after a parenthesis would else repeat only the parenthesis. The size is checked before
+    # anything is repeated.
     for pattern in (r"\(([^()]+)\)\*(\d{1,5})", r"(.)\*(\d{1,5})"):
         room = sum(len(m[1]) * int(m[2]) for m in re.finditer(pattern, flat))
         if room > _LAYOUT_LIMIT:
@@ -178,7 +180,7 @@ def _uneven(layers: int, pp: int, vpp: int, first: int | None, last: int | None)
         a_stage[0] = first
     if last is not None:
         a_stage[-1] = last
-    if any(n % vpp for n in a_stage):
+    if any(n % vpp for n in a_stage):  # each stage's layers are distributed over its chunks
         return None
     return [n // vpp for n in a_stage] * vpp
 
@@ -188,6 +190,7 @@ def _even(layers: int, pp: int, vpp: int, embedding: bool, loss: bool) -> list[i
     if slots % (pp * vpp):
         return None
     counts = [slots // (pp * vpp)] * (pp * vpp)
+    # The embedding and the loss each took the slot of a layer.
     counts[0] -= embedding
     counts[-1] -= loss
     return counts if min(counts) >= 0 else None

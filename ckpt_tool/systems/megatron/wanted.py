@@ -144,6 +144,7 @@ def _stages(
             f"--vpp {vpp} without pipeline stages", code=NO_SPLIT, hint="give --pp of at least 2, or leave --vpp off"
         )
     split = wanted.wish.pp_split
+    # The source's split is kept if the pipeline is the same; arguments may describe the split of another pipeline.
     if not split and own is not None and _counts_fit(own.counts, wanted.hints.get(Degrees), pp, vpp, layers):
         return from_counts(own.counts, pp, vpp, mtp=facts.mtp, mtp_at=own.mtp[0] if own.mtp else None)
     before = facts_of(args)
@@ -218,6 +219,7 @@ def vocabulary_rows(
         )
 
     (have,) = found
+    # 128 is Megatron's default of make_vocab_size_divisible_by.
     multiple = check_count(facts.vocab_multiple or 128, have, "rows by make_vocab_size_divisible_by in the arguments")
     real = wanted.wish.vocab_size or check_count(facts.vocab or 0, 16 * have, "rows by vocab_size in the arguments")
     unit = multiple * tp

@@ -1,8 +1,8 @@
-"""Writing: every rank's files of a DeepSpeed checkpoint, for any number of data ranks, expert ranks and ZeRO stage.
+"""Plans every rank's files of a DeepSpeed checkpoint, for any number of data ranks, expert ranks and any ZeRO stage.
 
-What `deepspeed.zero.layout` decided is written down file by file: a `_ZeroWriter` knows every wanted tensor once, by
-kind (parameter, frozen, buffer, expert, layer), and each file takes its part; a flat tensor is a storage with parts of
-many parameters in it, which the job states.
+The decisions of `deepspeed.zero.layout` are turned into files: a `_ZeroWriter` sorts the wanted tensors by kind
+(parameter, frozen, buffer, expert, layer), and each file takes its part; a flat tensor is a storage with parts of many
+parameters, which the job determines.
 
     --dp 3, ZeRO 1   latest, global_step3/mp_rank_00_model_states.pt: module, param_shapes, counters, client state
                      global_step3/bf16_zero_pp_rank_{0,1,2}_mp_rank_00_optim_states.pt
@@ -14,9 +14,9 @@ As DeepSpeed 0.19.8 writes, keys in its order (`runtime/engine.py` `_common_chec
 `group_paddings` of the rank, `param_alignment_paddings`, `param_slice_mappings` with the rank's own names, fp32
 partitions cut by the padding (whole under BF16_Optimizer), frozen parameters and fragments, `shared_params` on the
 first rank alone, `latest`; its own classes (loss scaler, enum, fragment_address) are written from values.
-`DeepSpeedEngine.load_checkpoint` resumes from it. Counters, scheduler and client state come from the extras; what a
-source does not say is DeepSpeed's default, or missing and named in a note (an optimizer's options). RNG states of other
-degrees are kept under `ckpt_unused`, which DeepSpeed ignores. Tensor parallel ranks are not written. Cost: a few
+`DeepSpeedEngine.load_checkpoint` resumes from it. Counters, scheduler and client state come from the extras; values
+that the source lacks are DeepSpeed's defaults, or missing and named in a note (an optimizer's options). RNG states of
+other degrees are kept under `ckpt_unused`, which DeepSpeed ignores. Tensor parallel ranks are not written. Cost: a few
 microseconds a parameter and rank that holds a part of it.
 """
 
@@ -52,12 +52,12 @@ VERSION = "0.19.8"  # the DeepSpeed whose layout is written
 STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
 LOSS_SCALER = "deepspeed.runtime.fp16.loss_scaler.LossScaler"
 _FRAGMENT = "deepspeed.utils.tensor_fragment.fragment_address"
-_KNOWN = ("lr_scheduler", "data_sampler", "random_ltd")  # None where the source does not say
+_KNOWN = ("lr_scheduler", "data_sampler", "random_ltd")  # keys that DeepSpeed expects; None if the source lacks them
 _COUNTERS = ("skipped_steps", "global_steps")
 
 
 def target(wanted: Wanted) -> Target:
-    """The whole output. Raises UsageError E0286 (states), E0287 (degrees), E0288 (pipeline stages)."""
+    """Return all files of the output. Raises UsageError E0286 (states), E0287 (degrees), E0288 (pipeline stages)."""
     layout = settle(wanted)
     steps = layout.extras.get("global_steps")
     folder = f"global_step{steps if type(steps) is int and 0 <= steps < 1 << 62 else 0}"
@@ -95,7 +95,7 @@ class _ZeroWriter:
         self.frozen = [name for name in self.model if name not in not_frozen and expert_name_of(name) is None]
 
     def files(self) -> Iterator[TargetFile]:
-        """Every file below the step's folder."""
+        """Yield every file below the step's folder."""
         layout = self.layout
         names = files.rank_files(layout.stage, layout.described.prefix, layout.dp, layout.pp)
         for (data, model), name in names.modules.items():
@@ -105,7 +105,7 @@ class _ZeroWriter:
             yield from self._layer_files()
         yield from self._expert_files()
 
-        # With ZeRO each rank has an optimizer file; without, the experts' alone are in files of their own.
+        # With ZeRO each rank has an optimizer file; without, only optimizers with experts are in files of their own.
         if layout.job is not None:
             for (data, model), name in names.optimizers.items():
                 yield self._optimizer_file(name, layout.job, data, model)
@@ -139,7 +139,7 @@ class _ZeroWriter:
             "frozen_param_fragments": None,
         }
 
-        # Every ZeRO stage has its own way with frozen parameters: none, all in the module, a share each.
+        # Frozen parameters depend on the stage: 0, 1 list none; 2 stores them whole; 3 a share on each rank.
         if layout.stage >= 2:
             skeleton["frozen_param_shapes"] = OrderedMap((name, TorchSize(self._shape(name))) for name in self.frozen)
         if layout.stage == 2:

@@ -57,11 +57,11 @@ SHARED = "E2008"
 STATELESS = "E0302"
 RNG, _GROUPS = "rng_state", FSDP_GROUPS.split(".")[1]
 _RNG_LIMIT = 1 << 20  # bytes of a state that becomes a value
-_PLACE = re.compile(r"\((\d{1,9}), (\d{1,9})\)")
+_PLACE = re.compile(r"\((\d{1,9}), (\d{1,9})\)")  # (pipeline stage, tensor rank), the key of an RNG state
 
 
 def read_tree(tree: Tree, options: ReadOptions) -> Catalog:
-    """The catalog; see `format` for options and errors."""
+    """Return the catalog of the checkpoint in `tree`; `format` lists options and errors."""
     found = fsdp_folder.find(tree)
     folder = found[0] if found else ""
     if not tree.exists(folder + METADATA):
@@ -79,7 +79,7 @@ def read_tree(tree: Tree, options: ReadOptions) -> Catalog:
 
 
 class _MegatronFsdpReading:
-    """One read."""
+    """The reading of one checkpoint: the model's and the optimizer's tensors first, then all other values."""
 
     def __init__(self, tree: Tree, folder: str, listing: DcpListing, options: ReadOptions) -> None:
         self.tree = tree
@@ -138,12 +138,16 @@ class _MegatronFsdpReading:
         )
 
     def _hints(self, apart: Mapping[str, int]) -> FsdpHints:
-        """How the keys are spelled, by those that show it."""
+        """Return how the source spells its keys, for a writer.
+
+        apart: the parameters in unexpected groups (`_exceptions`).
+        """
         model = next((key.wrappers for key in self.keys if key.key.state == MODEL), WRAPPER)
         states = next((key.wrappers for key in self.keys if key.key.state != MODEL), "")
         local_names = {key.local for key in self.keys}
         containers = set(filter(None, map(names.container_of, local_names)))
         inner = None
+        # The two names that versions of Megatron have for the inner layer.
         for module in ("mtp_model_layer", "transformer_layer"):
             if inner is None and any(f".{module}." in name for name in local_names):
                 inner = module
@@ -180,7 +184,7 @@ class _MegatronFsdpReading:
         known.place(key.part, tensor.chunks)
 
     def _other(self, tensor: LogicalTensor) -> None:
-        """A tensor that is no parameter's: an RNG state becomes bytes, others are extras."""
+        """Add a tensor of no parameter: an RNG state becomes bytes, all others are extras."""
         placed = len(tensor.path) > 2 and tensor.path[0] == RNG and _PLACE.fullmatch(str(tensor.path[1]))
         if placed and tensor.dtype.name == "U8" and len(tensor.shape) == 1 and tensor.chunks:
             (chunk, *more) = tensor.chunks
@@ -194,7 +198,7 @@ class _MegatronFsdpReading:
         return {key: found.whole(key, path) for key, found in self.found.items()}
 
     def _check_stages(self, tensors: Iterable[TensorKey], pp: int, layers: int | None) -> None:
-        """Raise InconsistentCheckpoint E2008 where stages of a pipeline wrote their layers under the same names."""
+        """Raise InconsistentCheckpoint E2008 if pipeline stages wrote their layers under the same names."""
         have = names.layers_count([key.name for key in tensors if key.state == MODEL])
         if pp > 1 and layers and 0 < have < layers:
             raise InconsistentCheckpoint(
@@ -208,8 +212,11 @@ class _MegatronFsdpReading:
     def _order_rows(
         self, tensors: Mapping[TensorKey, LogicalTensor], extras: Mapping[str, Any]
     ) -> Iterator[tuple[TensorKey, LogicalTensor]]:
-        """The tensors with the rows of halves and sections together: where a tensor is stored whole, its rows are what
-        each tensor rank holds, one rank's behind the other's."""
+        """Yield the tensors with the rows of each half or section together.
+
+        A tensor that is stored whole has the rows of tensor rank 0 first, with a part of each section, then those of
+        rank 1, and so on.
+        """
         facts = facts_of(arguments(extras))
         shapes = {key.name: tensor.shape for key, tensor in tensors.items() if key.state == MODEL}
         sections = sections_of(shapes, facts)
@@ -231,8 +238,10 @@ class _MegatronFsdpReading:
     # -- plain values --------------------------------------------------------------------------------------------------
 
     def _optimizer(self, extras: dict[str, Any], tensors: Mapping[TensorKey, LogicalTensor]) -> dict[str, int]:
-        """Put the groups of hyperparameters in place of those of each parameter. Returns the parameters that are in
-        another group than their name and shape say."""
+        """Replace the hyperparameters of each parameter by groups, as Megatron's other formats have them.
+
+        Returns {parameter: group} for parameters that are in another group than their name and shape imply.
+        """
         stored = extras.get("optimizer")
         stated = stored.pop(_GROUPS, None) if isinstance(stored, dict) else None
         if not isinstance(stored, dict) or not isinstance(stated, dict):
@@ -241,6 +250,7 @@ class _MegatronFsdpReading:
         known: dict[str, int] = {}
         member: dict[str, int] = {}
         for name, meta in stated.items():
+            # Parameters with equal hyperparameters form a group; the text makes unhashable values comparable.
             group = dict(meta) if isinstance(meta, dict) else {"value": meta}
             text = repr(sorted(group.items(), key=lambda pair: str(pair[0])))
             if text not in known:
@@ -264,6 +274,7 @@ class _MegatronFsdpReading:
     ) -> dict[str, int]:
         facts = facts_of(arguments(extras))
         kinds = [(key_of_group(group, facts), is_expert_group(group)) for group in groups]
+        # Groups are numbered as in the extras: the dense ones first, then the experts'.
         order = {id(g): n for n, g in enumerate([*filter(_dense, groups), *filter(is_expert_group, groups)])}
         out = {}
         for name, number in member.items():
@@ -277,7 +288,7 @@ class _MegatronFsdpReading:
         return out
 
     def _check_states(self, member: Mapping[str, int], tensors: Iterable[TensorKey]) -> None:
-        """Raise Incomplete E0302 for parameters of the optimizer that have no state while others have."""
+        """Raise Incomplete E0302 if only some of the optimizer's parameters have states."""
         trained = {key.name for key in tensors if key.state != MODEL}
         missing = [name for name in member if name not in trained]
         if not missing or len(missing) == len(member):
@@ -297,7 +308,7 @@ class _MegatronFsdpReading:
         report_missing(fault)
 
     def _rng(self, extras: dict[str, Any], degrees: Mapping[str, int]) -> None:
-        """RNG states under the names that all formats of Megatron's give them."""
+        """Rename the RNG states as all formats of Megatron name them (`megatron.rng`)."""
         stored = extras.get(RNG)
         if not isinstance(stored, dict):
             return
@@ -316,7 +327,7 @@ def _dense(group: Any) -> bool:
 
 
 def _is_one_more(tensor: LogicalTensor, parts: tuple[str, ...], known: Gathered) -> bool:
-    """May the tensor be one more part of what is known?"""
+    """Return whether the tensor can be another part of the tensor `known`."""
     same = (tensor.dtype, tensor.shape[1:], len(tensor.shape)) == (known.dtype, known.shape[1:], len(known.shape))
     return bool(parts) and same and known.parts == parts
 

@@ -59,7 +59,7 @@ _KEY = re.compile(
     r"(?:chained_(\d{1,4})\.)?optimizer\.distributed\.dp_group_idx_(\d{1,9})"
     r"\.gbuf_idx_(\d{1,4})\.dtype_\((?:torch\.)?(\w+), ?(?:torch\.)?(\w+)\)\.bucket_idx_(\d{1,6})\.(\w+)"
 )
-CHUNKS = 1 << 16  # of all stages: more is a damaged argument
+CHUNKS = 1 << 16  # the most chunks of all stages; more means a damaged argument
 _MASTERS = ("param", "master_param", "fp32_param")
 
 
@@ -74,7 +74,7 @@ class BucketLine(NamedTuple):
     arrays: list[StoredArray]  # 1-d, in the same order
 
     def ends_at(self, element: int) -> bool:
-        """Does a piece begin or end at this element?"""
+        """Return whether a piece begins or ends at this element."""
         where = bisect_right(self.starts, element) - 1
         return element == self.numel or (where >= 0 and element in (self.starts[where], self.stops[where]))
 
@@ -82,7 +82,7 @@ class BucketLine(NamedTuple):
 class _BufferId(NamedTuple):
     """Which buffer of which optimizer shard, as the checkpoint's keys number them."""
 
-    experts: bool  # of the experts' own optimizer?
+    experts: bool  # it belongs to the experts' own optimizer
     group: int  # dp_group_idx: the model-parallel rank
     buffer: int  # gbuf_idx
 
@@ -93,7 +93,7 @@ class _ParameterSlot(NamedTuple):
     number: int  # position among all slots of the bucket, which indexes the lists of chunks
     name: str
     region: tuple[Box, ...]  # the part of the logical tensor that the parameter holds
-    transposed: bool  # stored transposed in the parameter?
+    transposed: bool  # stored transposed in the parameter
 
 
 Gathered = Sequence[tuple[int, int, int, str, dict[str, StoredArray]]]  # as `Objects` has them
@@ -110,7 +110,7 @@ def flat_states(
     degrees: Mapping[str, int],
     shown: str,
 ) -> dict[TensorKey, LogicalTensor]:
-    """The states that are stored in flat buckets, under the model's names.
+    """Return the states that are stored in flat buckets, under the model's names.
 
     Args:
         flat: each bucket's entry and the arrays of its pieces.
@@ -175,7 +175,7 @@ def flat_states(
 def list_unnamed(
     flat: Sequence[tuple[DcpTensorEntry, Sequence[StoredArray]]], gathered: Gathered, why: CkptError
 ) -> tuple[Unread, ...]:
-    """The buckets and buffers under their own keys, so that a user who drops these states can still read the rest."""
+    """Return the buckets and buffers under their own keys, so that a user who drops these states can read the rest."""
     unread = []
     for entry, _ in flat:
         bucket, _, state = entry.fqn.rpartition(".")
@@ -195,7 +195,7 @@ def _unread_state(name: str, state: str, dtype: DType, shape: Sequence[int], why
 def _possible_jobs(
     model: Mapping[str, LogicalTensor], args: Mapping[str, Any], degrees: Mapping[str, int]
 ) -> Iterator[MegatronJob]:
-    """The job as the arguments describe it, then the jobs that they may also mean."""
+    """Yield the job that the arguments describe, then the other jobs that are possible."""
     layers = names.layers_count(name for name in model if names.stem(name).startswith("decoder."))
     mtp = names.mtp_count(model)
     pp = degrees["pp"]
@@ -227,7 +227,7 @@ def _possible_jobs(
 
 
 class _Buffers:
-    """The flat buffers of every dp group, as one reading has them.
+    """The flat buffers of every dp group, according to one reading of the arguments.
 
     Args:
         job: the reading.
@@ -242,8 +242,10 @@ class _Buffers:
         self._buffers_by_group: dict[tuple[bool, int], list[Buffer]] = {}
 
     def find_buffer(self, buffer_id: _BufferId, dtype: str) -> Buffer | None:
-        """Buffer number `buffer_id.buffer` of a dp group, None where the group has no such buffer of parameters of
-        `dtype` (torch's word)."""
+        """Return buffer number `buffer_id.buffer` of a dp group, None if the group has no such buffer of that dtype.
+
+        dtype: of the buffer's parameters, as torch names it.
+        """
         group = (buffer_id.experts, buffer_id.group)
         if group not in self._buffers_by_group:
             self._buffers_by_group[group] = self._lay_out(*group)
@@ -276,11 +278,11 @@ class _Buffers:
 def _parse_buckets(
     flat: Sequence[tuple[DcpTensorEntry, Sequence[StoredArray]]], parallel: bool, shown: str
 ) -> tuple[_Buckets, dict[_BufferId, str]]:
-    """The lines, by buffer, bucket and state; and the parameters' dtype of each buffer.
+    """Return the lines by buffer, bucket and state, and the dtype of each buffer's parameters.
 
     Args:
         flat: each bucket's entry and the arrays of its pieces.
-        parallel: have experts buffers of their own?
+        parallel: whether experts have buffers of their own.
         shown: the checkpoint's path for messages.
     """
     buckets: _Buckets = {}
@@ -315,7 +317,7 @@ def _state_name(name: str) -> str:
 
 
 def _name_chunks(buckets: _Buckets, dtypes: Mapping[_BufferId, str], buffers: _Buffers, shown: str) -> _NamedChunks:
-    """Every chunk under its name, by the region of the tensor that its rank holds."""
+    """Return every chunk under its parameter's name, by the region of the tensor that its rank has."""
     named_chunks: _NamedChunks = {}
     for buffer_id in sorted(buckets):
         buffer = buffers.find_buffer(buffer_id, dtypes[buffer_id])
@@ -367,7 +369,7 @@ def _add_chunks(members: Sequence[tuple[RankArray, int]], lines: Mapping[str, Bu
     Args:
         members: parameters, and the elements of the lines at which they begin.
         lines: the states of one bucket or buffer.
-        out: what is extended.
+        out: to which the chunks are added.
     """
     # Where each logical tensor is stored on the line, from its start to its end.
     places: list[LinePlace] = []
@@ -426,7 +428,7 @@ def _misfit_error(line: BucketLine, what: str, shown: str) -> InconsistentCheckp
 def _build_tensor(
     key: TensorKey, copies: Mapping[tuple[Box, ...], list[list[Chunk]]], shape: tuple[int, ...], shown: str
 ) -> LogicalTensor:
-    """The tensor of all regions; the second copy of a region and the later ones are replicas."""
+    """Return the tensor of all regions; all copies of a region but the first are replicas."""
     chunks = []
     for copies_of_region in copies.values():
         for replica, copy in enumerate(copies_of_region):

@@ -448,6 +448,7 @@ class DistLayout:
         rule = self.job.rule(tensor.key.name, len(tensor.shape))
         degree = self.degrees[rule.axis]
         own = rule.sections(shape[rule.dim]) if rule.dim is not None and rule.dim < len(shape) else ()
+        # Rows that ranks can't share evenly (a vocabulary) are stored whole: Megatron loads any cut.
         if not own or 0 in shape or any(n % degree for n in own):
             yield whole(shape), 0
             return

@@ -64,7 +64,7 @@ if TYPE_CHECKING:  # reading needs none of these
     from ckpt_tool.formats.dcp_container.dcp_columns import DcpColumns
 
 FLAT = ".distributed.dp_group_idx_"
-POSITIONS = 1 << 18  # layers times experts of one key
+POSITIONS = 1 << 18  # the most positions (layers times experts) under one key; more means damaged metadata
 
 
 def read_tree(tree: Tree, options: ReadOptions) -> Catalog:
@@ -103,6 +103,7 @@ class _TorchDistReading:
             lambda: self.items.arrays(self.listing.tensors.values()),
         )
         self.notes += with_context(self.tree, self.folder, objects.extras, self.listing.tensors, objects.extra_states)
+        # The attentions' keys must be known before the first tensor gets its name.
         flat = []
         if any(key.kind and key.layers for key in map(parse, self.listing.tensors)):
             self.windows = windows_of(self.tree, self.folder, objects.extras, self.options.config)
@@ -128,6 +129,7 @@ class _TorchDistReading:
             except InconsistentCheckpoint as e:
                 if e.code != MISFIT:
                     raise
+                # The rest of the checkpoint is readable: the error is raised only if these states are used.
                 misfits = list_unnamed(flat, objects.gathered, e)
         tensors, unread = set_apart(tensors | self._add_common_tensors(objects, tensors))
         unread += misfits
@@ -135,6 +137,7 @@ class _TorchDistReading:
             self.tree, self.folder, tensors, arguments(objects.extras), self.options.lora_alpha
         )
         self.notes += notes
+        # An adapter of Megatron-Bridge has no arguments; its run's config states the degrees.
         if lora is not None and not arguments(objects.extras):
             degrees |= degrees_of_run(lora)
         if note := misnamed(self.tree, self.folder, objects.extras.get("iteration")):
@@ -195,8 +198,9 @@ class _TorchDistReading:
                 hint="the key has a kind that this version does not know",
             )
         self.styles.update(dict.fromkeys(styles_of(key)))
-        own = shape[key.leads :]
+        own = shape[key.leads :]  # of one parameter
         number = self._numbers(key, shape)
+        # Every position gets its parameter, even without a chunk, so that a gap is noticed.
         for at in product(*(range(n) for n in shape[: key.leads])):
             self._parameter(key, number(at), own, entry)
         chunks = chunks_of(entry, arrays, self.listing.reformed.get(entry.fqn))
@@ -206,7 +210,7 @@ class _TorchDistReading:
     def _split_positions(
         self, chunks: Iterable[Chunk], key: DistKey, fqn: str, shape: At
     ) -> Iterable[tuple[At, list[Chunk]]]:
-        """The chunks at each position of the leading dims of a tensor of `shape`, without these."""
+        """Return the chunks at each position of the leading dims of a tensor of `shape`, without these dims."""
         out: dict[At, list[Chunk]] = {}
         for chunk in chunks:
             for at, inner in apart(chunk, key.leads):
@@ -222,8 +226,11 @@ class _TorchDistReading:
         return out.items()
 
     def _numbers(self, key: DistKey, shape: At) -> Callable[[At], At]:
-        """What makes the numbers of a tensor of its position. Raises InputError E2006 for another number of
-        layers of a kind than the model has."""
+        """Return the function from a position under `key` to the numbers of layer and expert.
+
+        They differ if only layers of one kind are stacked under the key. Raises InputError E2006 if it has another
+        number of layers than the model has of that kind.
+        """
         if not (key.kind and key.layers):
             return lambda at: at
         layers = [i for i, windowed in enumerate(self.windows) if windowed == KINDS[key.kind]]
@@ -279,7 +286,8 @@ class _TorchDistReading:
     def _add_common_tensors(
         self, objects: Objects, tensors: Mapping[TensorKey, LogicalTensor]
     ) -> dict[TensorKey, LogicalTensor]:
-        """Tensors of the common state: the optimizer's one step is every parameter's, others are extras."""
+        """Return the tensors of the common state: each parameter gets the optimizer's step, other tensors are
+        extras."""
         out: dict[TensorKey, LogicalTensor] = {}
         for path, array in objects.leaves:
             if path[-2:] == ("state", "common_step"):
@@ -297,9 +305,10 @@ class _TorchDistReading:
 
 
 def _degrees(objects: Objects) -> dict[str, int]:
-    """The degrees that the arguments state; tensor and pipeline degrees as the RNG states show them."""
+    """Return the degrees that the arguments state, but tensor and pipeline degrees as the RNG states show them."""
     args = arguments(objects.extras)
     out = facts_of(args).degrees
+    # The grid of the RNG states is (pipeline stages, tensor ranks) or, with EP > 1, has data ranks as a third dim.
     if len(objects.rng_shape) in (2, 3) and all(0 < n < 1 << 20 for n in objects.rng_shape):
         out["pp"], out["tp"] = objects.rng_shape[:2]
     if type(args.get("expert_tensor_parallel_size")) is not int:
@@ -313,17 +322,23 @@ At = tuple[int, ...]
 
 
 def _columns_apart(chunks: Sequence[Chunk], leads: int) -> Iterable[tuple[At, Sequence[Chunk]]] | None:
-    """Columns at each position of the first `leads` dims, without these; None for what goes chunk by chunk."""
+    """Return the columns at each position of the first `leads` dims, without these dims; None if they are plain
+    chunks."""
     if not isinstance(chunks, ChunkColumns):
         return None
     return cast("DcpColumns", chunks).apart(leads) if leads else [((), chunks)]
 
 
 def chunks_of(entry: DcpTensorEntry, arrays: Sequence[StoredArray], true_shape: At | None) -> Sequence[Chunk]:
-    """The pieces of `entry` as chunks of the tensor that its key means (leading dims included).
+    """Return the pieces of `entry` as chunks of its tensor, leading dims included.
 
-    arrays: the pieces' bytes, in the same order. true_shape: of a tensor whose stored form is the flattened one. Raises
-    InconsistentCheckpoint (E0389) when the two shapes do not go together.
+    Args:
+        entry: of the metadata.
+        arrays: the pieces' bytes, in the same order.
+        true_shape: of a tensor that is stored flattened, None for any other.
+
+    Raises:
+        InconsistentCheckpoint: E0389, the stored shape is no flattened form of the true one.
     """
     if true_shape is None:
         return entry.chunks(arrays)
@@ -334,7 +349,7 @@ def chunks_of(entry: DcpTensorEntry, arrays: Sequence[StoredArray], true_shape: 
 
 
 def _cell(entry: DcpTensorEntry, true_shape: At) -> At:
-    """The local shape that each grid cell of the stored, flattened tensor holds."""
+    """Return the shape of the block that each cell of a flattened tensor's grid holds, row-major in the last dim."""
     grid = entry.shape[:-1]
     numel = entry.shape[-1] if entry.shape else 0
     fits = len(grid) == len(true_shape) and all(n and not size % n for size, n in zip(true_shape, grid, strict=True))
@@ -371,7 +386,7 @@ def _line_stride(array: StoredArray) -> At | None:
 
 
 def apart(chunk: Chunk, leads: int) -> Iterator[tuple[At, Chunk]]:
-    """The chunk without its `leads` first dims: (position, chunk) for every position that it covers."""
+    """Yield (position, chunk without its first `leads` dims) for every position that the chunk covers."""
     box = chunk.box
     if not leads:
         yield (), chunk
@@ -389,7 +404,7 @@ def apart(chunk: Chunk, leads: int) -> Iterator[tuple[At, Chunk]]:
 
 
 def _row(chunk: Chunk, inner: Box, index: At) -> Chunk:
-    """The chunk's box at position `index` (relative to the box) of its leading dims."""
+    """Return the chunk at position `index` (relative to the box) of its leading dims; no data is read."""
     array = chunk.array
     leads = len(index)
     strides = array.strides or contiguous_strides(array.shape)
