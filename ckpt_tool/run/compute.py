@@ -91,6 +91,7 @@ def cast(block: memoryview, source: DType, target: DType) -> tuple[memoryview, i
         else:
             values = np.frombuffer(block, numpy_type(source))
             out = values.astype(numpy_type(target))
+            # Only narrowing casts of floats can lose a finite value.
             narrower = source.is_float and target.is_float and target.bits < source.bits
             lost = _beyond(values, out, target) if narrower else 0
     return out.view(np.uint8).data, lost

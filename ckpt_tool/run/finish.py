@@ -29,6 +29,7 @@ def check_records(plan: Plan, sources: Sources, pieces: Mapping[int, Sequence[Ch
 
 def copy_sidefiles(plan: Plan, sources: Sources, staging: Staging) -> None:
     """Copy the files that the target takes over byte for byte."""
+    # Reversed, so that the first source wins if two have the same path.
     numbers = {file.path: number for number, file in reversed(list(enumerate(plan.sources)))}
     for file in plan.outputs:
         if file.copy_of is None:

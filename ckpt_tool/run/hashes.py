@@ -192,6 +192,7 @@ class FileHashes:
                 before = file.at
                 self._hash(file, fd, min(file.at + BACKLOG, file.size))
                 advance(file.at - before)
+            # The hash is over CRCs that were computed here; `fill_patches` has written its own since. They must agree.
             for offset, crc in file.filled:
                 if b"".join(read_chunks(fd, offset, len(crc))) != crc:
                     raise StorageError(

@@ -91,6 +91,7 @@ class LazyTensor:
         Raises:
             UsageError: E0269, an index is out of range, or this is a slice already.
         """
+        # A box describes neither steps nor dropped dims, so a slice can't be narrowed further.
         if self._drop or any(step != 1 for step in self._steps):
             raise UsageError("slice once: a slice of a slice is not lazy", code="E0269", hint="combine the two slices")
         items = index if isinstance(index, tuple) else (index,)
@@ -124,6 +125,7 @@ class LazyTensor:
             SourceChanged: the file is not what it was when the checkpoint was opened.
             StorageError: the disk or the store refused.
         """
+        # Steps are applied after reading: what they skip is read and dropped.
         data = self._read()
         kind = numpy_type(self._tensor.dtype)
         values = data.view(kind).reshape(self._box.shape)
@@ -144,7 +146,7 @@ class LazyTensor:
         return as_torch(np.ascontiguousarray(self.numpy()), self._tensor.dtype)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, np.dtype[Any]]:
-        """For `np.asarray(tensor)`: reads the values, so that NumPy does not take the tensor for one opaque object."""
+        """Reads the values, for `np.asarray(tensor)`: without it NumPy would make an array of one Python object."""
         values = self.numpy()
         return values if dtype is None else values.astype(dtype)
 
@@ -176,7 +178,8 @@ class LazyTensor:
 
 
 def _bounds(item: Any, n: int) -> tuple[int, int, int]:
-    """(start, elements spanned, step) of one index of a dim of `n`; negative steps span forwards and flip later."""
+    """(start, elements spanned, step) of one index into a dim of `n`. For a negative step the span is read forwards,
+    and reversed afterwards."""
     if isinstance(item, slice):
         start, stop, step = item.indices(n)
         count = len(range(start, stop, step))

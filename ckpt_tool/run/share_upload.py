@@ -265,6 +265,7 @@ class ShareUpload(Upload):
         """As `Upload._clear`. Raises if another worker may be committing too; objects that one has completed stay."""
         there = self._bucket.listing().objects
         ours = {self._key(item) for item in self.objects if item.upload == DONE}
+        # Nothing of an old output would be removed: it does not matter who else commits.
         if self.single or not there.keys() - ours:
             return
         if not self.sole():

@@ -159,6 +159,7 @@ def of_part(sizes: Sequence[int], part: tuple[int, int]) -> list[int]:
     loads = [(0, each) for each in range(count)]
     mine = []
     for number in sorted(range(len(sizes)), key=lambda number: (-sizes[number], number)):
+        # The heap of loads: the part with the least bytes, and among equals the one with the lowest number.
         load, lightest = loads[0]
         heapreplace(loads, (load + sizes[number] + 1, lightest))
         if lightest == index - 1:

@@ -167,6 +167,7 @@ class StoreExecutor(Executor):
         own = set[int]()
         seen = set[int]()
         sizes = {number: upload.shares[number].nbytes for number in claims.mine}
+        # Progress counts source bytes, shares count output bytes: the ratio converts them.
         moved = sum(unit.nbytes for unit in self.units) / max(1, sum(share.nbytes for share in upload.shares))
         if self.progress:
             self.progress.start(int(moved * sum(sizes.values())), WRITING)

@@ -400,6 +400,7 @@ class Upload:
         copy_of = self._plan.outputs[item.number].copy_of
         if copy_of is None:
             return
+        # Reversed, so that the first source wins if two have the same path.
         numbers = {file.path: number for number, file in reversed(list(enumerate(self._plan.sources)))}
         reader = BlockReader(self._sources, 1, {})
         offset = 0

@@ -355,6 +355,7 @@ def read_back(reader: BlockReader, move: Move, start: int, stop: int) -> str | N
     hash_written = move._replace(sources=tuple(regions), outputs=(), item=move.item_out)
     item = move.item_out
     at = start
+    # The same pieces as `Walk.pieces`: the hash must be equal to the one in the journal.
     stream = LeafStream(start * item, stop * item, move.numel * item, exact=True)
     step = STRIDED_BLOCK // item
     block = memoryview(bytearray(STRIDED_BLOCK))

@@ -1,7 +1,7 @@
-"""Taking away what is whole, so that it is whole or gone at every moment, whenever the process is killed.
+"""Removes a checkpoint so that at every moment it is either complete or gone, even if the process is killed.
 
     step-100/  ->  .step-100.3f9c21aa.ckpt-removed/      one rename, made durable by an fsync of the folder
-                   looked at once more                    what changed until then gets its name back
+                   checked once more                      gets its name back if it has changed meanwhile
                    deleted file by file                   a kill here leaves a hidden name that `ckpt clean` removes
 
 `measure` reports in advance what deleting would free and what prevents it: files that have other names elsewhere
@@ -33,29 +33,29 @@ from ckpt_tool.storage.output.open_below import sync_folder
 from ckpt_tool.storage.output.proven_names import extra_bytes, is_proven, proven_name
 
 Inode = tuple[int, int]  # device and number
-Identity = tuple[int, int, int]  # device, number, mtime in ns: numbers are used again
+Identity = tuple[int, int, int]  # device, number, and mtime in ns, because numbers are reused
 
 
 class PathContents(NamedTuple):
-    """What a path holds."""
+    """What is below a path, as `measure` found it."""
 
     identity: Identity
     # (inode, bytes, how many names it has anywhere), one row for each name below the path
     files: tuple[tuple[Inode, int, int], ...]
-    changed: float  # mtime of its newest file, seconds, 0 where there is none
-    links: tuple[tuple[str, str], ...]  # symbolic links and where they lead
+    changed: float  # mtime of its newest file, seconds, 0 if there is none
+    links: tuple[tuple[str, str], ...]  # symbolic links and their targets
     digest: bytes  # of the name, kind, size and time of everything below
-    mounted: str = ""  # where something is mounted in it, "" for nowhere
-    closed: str = ""  # a folder in it that nothing may be deleted in, "" for none
+    mounted: str = ""  # a mount point in it, "" for none
+    closed: str = ""  # a folder in which this user may not delete, "" for none
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the files, each once."""
+        """The bytes of all files; a file with several names counts once."""
         return sum({inode: size for inode, size, _ in self.files}.values())
 
 
 def measure(path: Path) -> PathContents:
-    """Look at a file, a link or all of a folder, by names and sizes. Raises StorageError."""
+    """Collect names, sizes and times of a file, a link, or everything in a folder. Raises StorageError."""
     try:
         info = os.lstat(path)
         files = list[tuple[Inode, int, int]]()
@@ -101,7 +101,8 @@ def _below(path: Path, info: os.stat_result) -> Iterator[tuple[str, os.stat_resu
 
 
 def _may_delete_in(folder: str) -> bool:
-    """May this user delete names in a folder? Raises OSError where the disk does not say, which `os.access` hides."""
+    """May this user delete names in a folder? Raises OSError if the disk fails, which `os.access` would report as
+    no."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.access(os.fsencode(folder), os.W_OK | os.X_OK) == 0:
         return True
@@ -116,7 +117,7 @@ def _identity(info: os.stat_result) -> Identity:
 
 
 def freed(held: Iterable[PathContents]) -> int:
-    """Bytes that are free when all of these are gone: of files that have no other name."""
+    """The bytes that removing all of these would free: those of files without another name elsewhere."""
     names: dict[Inode, list[int]] = {}
     for each in held:
         for inode, size, count in each.files:
@@ -125,10 +126,10 @@ def freed(held: Iterable[PathContents]) -> int:
 
 
 def retire(path: Path, held: PathContents) -> Path | None:
-    """Take a path away in one step: the hidden name that it has now, None where it was gone. Durable when this returns.
+    """Rename a path to a hidden name in one step. Returns that name, None if the path was gone. Durable on return.
 
-    It is looked at once more then: what somebody put there in the last moment is not lost with it.
-    Raises StorageError, and SourceChanged E0612 where it is not as it was `held`; it has its name then.
+    After the rename it is checked again, so that what was written there in the last moment is not lost. Raises
+    StorageError, and SourceChanged E0612 if it differs from `held`; it then has its own name again.
     """
     try:
         hidden = path.parent / _hidden_name(path.name, held.identity[1])
@@ -177,7 +178,7 @@ def _changed(path: Path, what: str) -> SourceChanged:
 
 
 def _give_back(hidden: Path, path: Path) -> None:
-    """Give what was taken away its name again; where another has that by now, the error names the hidden one."""
+    """Rename it back. If the name has been taken meanwhile, the error names the hidden path."""
     try:
         platform_calls.rename_new(hidden, path)
         with suppress(OSError):
@@ -187,7 +188,7 @@ def _give_back(hidden: Path, path: Path) -> None:
 
 
 def _hidden_name(name: str, inode: int) -> str:
-    """What a path is called while it is deleted: two such paths in one folder are never called the same."""
+    """The name of a path while it is deleted, unique in its folder."""
     short = os.fsencode(name)[: COMPONENT - extra_bytes(REMOVED)]
     return proven_name(os.fsdecode(short), inode, REMOVED)
 
@@ -197,14 +198,14 @@ NO_MARKS = (errno.EOPNOTSUPP, errno.EPERM)  # the file system, or this kind of f
 
 
 def _mark_taken(path: Path) -> None:
-    """Say on a path itself that it is being taken away, where the file system has such marks."""
+    """Mark a path as being removed, if the file system supports extended attributes."""
     with suppress(OSError):
         platform_calls.set_mark(path, _TAKEN, b"1")
 
 
 def was_taken(hidden: Path) -> bool:
-    """Did `retire` give it its hidden name? By its mark, or by the name's digits where the file system has no marks.
-    Raises OSError where the disk does not say: a person may have given it such a name."""
+    """Did `retire` give it its hidden name? Decided by its mark, or by the digits in the name if the file system has no
+    marks, because a user may have chosen such a name. Raises OSError if the disk fails."""
     if not is_removed(hidden.name):
         return False
     try:
@@ -218,8 +219,8 @@ def was_taken(hidden: Path) -> bool:
 
 
 def erase(hidden: Path) -> None:
-    """Delete what was taken away, locked meanwhile, so that `ckpt clean` leaves it alone. Raises StorageError; what is
-    left then keeps its hidden name."""
+    """Delete what `retire` has renamed. It is locked meanwhile, so that `ckpt clean` leaves it alone. Raises
+    StorageError; the rest then keeps its hidden name."""
     fd = -1
     try:
         if hidden.is_dir() and not hidden.is_symlink():

@@ -1,10 +1,10 @@
-"""An old output that was set aside while a new one took its name, where a system exchanges no names.
+"""Sets an old output aside while the new one takes its name, on systems that can't exchange two names.
 
     out  ->  .out.3f9c21aa.ckpt-replaced     then  .out.ckpt-partial  ->  out     then the old one is listed and removed
 
 A process that is killed in between leaves the old output under that hidden name. `put_back` gives it its own name again
-where nothing has taken it; where the new output has, the hidden one is a leaving like others (`ckpt clean`). For a file
-the new name is there at every moment: the hidden name is a second one of the old file. Nothing here removes anything.
+if that is free; if the new output has it, the hidden one is removed by `ckpt clean`. An output that is a file always
+has its name, old or new: the hidden name is an additional one of the old file. Nothing here removes anything.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ckpt_tool.storage.output.proven_names import is_proven, name_in, proven_nam
 
 
 def hidden_path(destination: Path) -> Path:
-    """What the output that is there would be called for a moment. Raises OSError."""
+    """The hidden name under which the existing output would be set aside. Raises OSError."""
     inode = os.lstat(destination).st_ino
     return destination.parent / proven_name(destination.name, inode, REPLACED)
 
@@ -34,12 +34,12 @@ def destination_of(hidden: Path) -> Path:
 
 
 def _is_going(hidden: Path) -> bool:
-    """May a run have begun to remove it? It has listed what may go then."""
+    """May a run have begun to remove it? Before that it writes the list of removable files."""
     return os.path.lexists(hidden / FILES)
 
 
 def comes_back(destination: Path) -> Path | None:
-    """The old output that `put_back` would give its name back, None where it would do nothing. Raises OSError."""
+    """The hidden path of the output that `put_back` would rename, None if it would do nothing. Raises OSError."""
     if os.path.lexists(destination):
         return None
     with os.scandir(destination.parent) as entries:
@@ -50,8 +50,8 @@ def comes_back(destination: Path) -> Path | None:
 
 
 def put_back(destination: Path) -> Path | None:
-    """Give the old output that was set aside last its name back, where nothing has that: the hidden name that it had,
-    None where nothing was done. Raises OSError."""
+    """Give the output that was set aside last its name back, if that is free. Returns the hidden name that it had, None
+    if nothing was done. Raises OSError."""
     newest = comes_back(destination)
     if newest is None:
         return None

@@ -231,7 +231,7 @@ def refuse_weight_bearing(value: Any, path: str, *, member: str | None = None, b
 
 
 def other_form(value: Opaque, path: str, member: str | None = None) -> InputError:
-    """The error (E0374) for a tensor that torch keeps in a form of its own; E2950 for a value that holds itself."""
+    """The error (E0374) for a tensor that is not stored as dense values; E2950 for a value that contains itself."""
     if value.name == ITSELF:
         return InputError(
             "a value among the extras holds itself, which no writer can spell",
@@ -268,7 +268,7 @@ def other_form(value: Opaque, path: str, member: str | None = None) -> InputErro
 
 
 def foreign(value: Any) -> bool:
-    """Is it an object that holds a tensor, of a class that we do not know?"""
+    """Is it an object of an unknown class that contains a tensor?"""
     return type(value) is Opaque and _foreign(value.name) and _holds_tensor(value)
 
 
@@ -277,7 +277,7 @@ def _foreign(name: str) -> bool:
 
 
 def held_by(name: str) -> str:
-    """What is said of a tensor that an object of class `name` holds."""
+    """The message about a tensor inside an object of class `name`."""
     return f"a tensor is held by an object of class {shown(name)}: reading it would need that class's code"
 
 
@@ -313,7 +313,8 @@ def _execute(machine: Machine, path: str, member: str | None, *, multi: bool) ->
 
 
 def _fault(error: Misuse, machine: Machine, path: str, member: str | None) -> CkptError:
-    """The machine's complaint with its place; an unsafe name met before it weighs more (its code would have run)."""
+    """The error for a fault of the machine, with its position. If the pickle named unsafe globals before the fault, the
+    error reports those: their code would have run."""
     unsafe = [use for use in machine.verdicts() if use.tier == 3]
     if unsafe:
         return _unsafe(unsafe, path, member, f"; then the stream is broken: {error.what}")
@@ -369,7 +370,7 @@ _PLAIN = frozenset({list, tuple, set, frozenset})
 
 
 def _parts(item: Any) -> Any:
-    """What a container holds (not the parts of those)."""
+    """The direct parts of a container, not the parts of these."""
     kind = type(item)
     if kind in _PLAIN:
         return item
@@ -405,12 +406,16 @@ def _holds_tensor(value: Any) -> bool:
 
 
 def _is_slight(value: Any, opcodes: int, *, texts: bool) -> bool:
-    """Is it clear at a glance that the value does not hold itself, nests no deeper than it may and is not huge written
-    out? Else `_check_shared` finds out.
+    """Does a quick pass prove that the value does not contain itself, is not too deep, and is not huge when written
+    out? If not, `_check_shared` decides.
 
-    opcodes: of the stream. texts: does it hold strings long enough to matter?
-    Level by level through containers alone. A value without sharing has no more parts than opcodes; one that shares
-    gets the exact count instead. Runs have no parts here: each has fewer than its rows' opcodes.
+    The pass goes through containers level by level. A value without shared parts has no more parts than the stream has
+    opcodes; a value with shared parts may exceed that, and is counted exactly instead. Runs have no parts here: each
+    has fewer than its rows' opcodes.
+
+    Args:
+        opcodes: of the stream.
+        texts: does the value contain strings long enough to matter?
     """
     budget = 2 * opcodes + 1000
     level = [value] if type(value) in _INSIDE else []
@@ -442,9 +447,9 @@ def _is_slight(value: Any, opcodes: int, *, texts: bool) -> bool:
 
 
 def _cut(holder: Any, whole: Any) -> None:
-    """Put the mark `ITSELF` into `holder` for `whole`, which holds it. Objects that know their parents are among the
-    extras of honest files (OmegaConf's nodes), and are no reason to withhold the model. Raises Misuse E0370 for holders
-    that have no parts of their own to put one in."""
+    """Replace the reference from `holder` to `whole`, which contains it, by the mark `ITSELF`. Valid files have such
+    cycles among their extras (OmegaConf's nodes know their parents), and these must not prevent reading the model.
+    Raises Misuse E0370 for holders whose parts can't be replaced."""
     mark = Opaque(ITSELF)
     kind = type(holder)
     if kind is list:
@@ -464,11 +469,12 @@ def _cut(holder: Any, whole: Any) -> None:
 
 
 def _check_shared(value: Any, most_parts: int, most_text: int) -> None:
-    """Cut the value where it holds itself; raise Misuse E0370 when it nests too deep or would be huge written out.
-    Looks at each container once."""
+    """Break the cycles of a value; raise Misuse E0370 if it is nested too deep or would be huge when written out.
+    Visits each container once."""
     depth: dict[int, int] = {}
     size: dict[int, int] = {}
     text: dict[int, int] = {}
+    # A stack in place of recursion: a malicious value may be nested deeper than Python's stack.
     todo: list[tuple[Any, bool]] = [(value, False)]
     while todo:
         item, done = todo.pop()

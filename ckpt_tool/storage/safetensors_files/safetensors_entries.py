@@ -68,7 +68,7 @@ class Columns(NamedTuple):
     names: NameColumn
     kinds: list[EntryKind]
     begins: array[int]  # bytes from the start of the data
-    filled: int  # where the last entry ends
+    filled: int  # bytes from the start of the data to the end of the last entry
     metadata: dict[str, str]
     warnings: tuple[str, ...] = ()  # what was accepted but is not right, in words
 
@@ -101,7 +101,7 @@ def _spelling(colon: bytes, comma: bytes) -> _Spelling:
 
 
 _COMPACT = _spelling(b":", b",")
-_spaced = cache(partial(_spelling, b": ", b", "))  # seldom seen: its patterns wait until then
+_spaced = cache(partial(_spelling, b": ", b", "))  # rare, so its patterns are compiled on first use
 _FIRST_METADATA = re.compile(rb'\{"__metadata__": ?')
 _AFTER_METADATA = re.compile(rb", ?")
 
@@ -136,8 +136,10 @@ def quick(text: bytes, *, path: str, offset: int = 8) -> Columns | None:
         if not found:
             return None
         columns = tuple(zip(*found, strict=True))
+        # `findall` skips what it can't match: the matches must cover the whole block.
         if sum(len(b"".join(column)) for column in columns) + spelling.fixed * len(found) != len(block):
             return None
+        # A model has few distinct dtypes and shapes: each spelling is parsed once.
         for spelled in set(columns[1]).difference(known):
             kind = _kind(spelled, spelling)
             if kind is None:
@@ -147,7 +149,8 @@ def quick(text: bytes, *, path: str, offset: int = 8) -> Columns | None:
         kinds += map(known.__getitem__, columns[1])
         first = len(begins)
         begins.extend(map(int, columns[2]))
-        if columns[3][:-1] == columns[2][1:]:  # end to end, as nearly always: don't read the same digits twice
+        # Nearly always each tensor ends where the next begins: the same digits need not be parsed twice.
+        if columns[3][:-1] == columns[2][1:]:
             ends.extend(begins[first + 1 :])
             ends.append(int(columns[3][-1]))
         else:
@@ -161,7 +164,8 @@ def quick(text: bytes, *, path: str, offset: int = 8) -> Columns | None:
 
 
 def _leading_metadata(text: bytes, path: str, offset: int) -> tuple[dict[str, str] | None, int]:
-    """The metadata that the header begins with, {} where it begins with none, and the index of the first entry."""
+    """Returns (metadata at the start of the header, index of the first entry). The metadata is {} if there is none at
+    the start, and None if the strict path must judge it."""
     start = _FIRST_METADATA.match(text)
     if start is None:
         return {}, 1
@@ -186,7 +190,7 @@ def _blocks(text: bytes, at: int, end: int, spelling: _Spelling) -> Iterator[byt
 
 
 def _kind(spelled: bytes, spelling: _Spelling) -> EntryKind | None:
-    """`BF16","shape":[2,3` as a Kind; None when it is not one that the rules allow."""
+    """Parses `BF16","shape":[2,3`; None if the rules do not allow it."""
     match = spelling.kind.fullmatch(spelled)
     if match is None or match[1].decode() not in SAFETENSORS_NAMES:
         return None
@@ -237,12 +241,13 @@ class _Entry(NamedTuple):
 
 
 def warning_code(warning: str) -> str:
-    """The code of the note that says it: null metadata is how a library writes none, other warnings are faults."""
+    """The code of the note that reports a warning: `N-header` for null metadata, which is how a library writes none,
+    `W-header` for faults."""
     return "N-header" if warning == NULL_METADATA else "W-header"
 
 
 def strict(text: bytes, *, path: str, offset: int = 8) -> Columns:
-    """The columns of any header that keeps the rules. `text` is the header without its padding.
+    """The columns of any header that follows the rules. `text` is the header without its padding.
 
     `__metadata__: null`, which mlx writes, is accepted with a warning, as the safetensors library does. Raises
     CorruptFile; all entries at fault are named at once.

@@ -66,7 +66,7 @@ def whole_etag(etags: Mapping[int, str]) -> str | None:
 class Sent(NamedTuple):
     """A part that the store has."""
 
-    etag: str  # as it gives it, without quotes
+    etag: str  # as the store reports it, without quotes
     nbytes: int
 
 
@@ -111,10 +111,11 @@ class PartBody(Seekable):
 
 
 class PutsWhole:
-    """How a small object is put at once, of what a store does in its own words: `_put` and `_holds`."""
+    """Writes small objects with one request each, using `_put` and `_holds`, which each store implements."""
 
     def put(self, key: str, data: bytes | bytearray, notes: Mapping[str, str], *, new: bool) -> None:
-        """A whole object at once. new: raise OutputExists where there is one, other than by a lost answer to this."""
+        """Write an object with one request. new: raise OutputExists if an object exists there, unless it came from this
+        very call, in a request whose answer was lost."""
         try:
             self._put(key, data, notes, new=new)
         except OutputExists:
@@ -122,8 +123,11 @@ class PutsWhole:
                 raise
 
     def create(self, key: str, data: bytes) -> bool:
-        """A small object where there is none. False where there is one of other bytes: a request whose answer was lost
-        has made it, if it is refused when it is made again and these very bytes are there."""
+        """Create a small object. Returns False if one exists.
+
+        If the request was repeated because its answer was lost, the first attempt may have created the object: an
+        existing object with the same bytes then counts as created.
+        """
         try:
             self._put(key, data, {}, new=True)
         except OutputExists as e:
@@ -135,11 +139,11 @@ class PutsWhole:
         raise NotImplementedError
 
     def _holds(self, key: str, data: bytes | bytearray) -> bool:
-        """Is an object there that was put whole, of these bytes?"""
+        """Does an object with these bytes exist, written with one request?"""
         raise NotImplementedError
 
     def get(self, key: str) -> bytes | None:
-        """A small object, None where there is none."""
+        """The content of a small object, None if it does not exist."""
         raise NotImplementedError
 
 
@@ -152,7 +156,7 @@ class WritableBucket(PutsWhole):
         self._base = base
         self.shown = shown
         self._crcs = os.environ.get("AWS_REQUEST_CHECKSUM_CALCULATION", "").lower() != "when_required"
-        self._by_crc = dict[str, bool]()  # what was learnt of uploads whose names don't say it
+        self._by_crc = dict[str, bool]()  # upload -> has it CRCs? for uploads whose id does not show it
 
     @classmethod
     def at(cls, url: str) -> WritableBucket:
@@ -175,7 +179,7 @@ class WritableBucket(PutsWhole):
             max_pool_connections=2 * CONNECTIONS,
             request_checksum_calculation="when_required",  # not every server knows the newer ones
             response_checksum_validation="when_required",
-            s3={"payload_signing_enabled": False},  # what is signed is the MD5; no SHA-256 besides
+            s3={"payload_signing_enabled": False},  # the MD5 is signed, so no SHA-256 is needed
         )
         from botocore.exceptions import BotoCoreError
 
