@@ -164,6 +164,7 @@ def metadata(config: Config) -> tuple[list[Pair], list[str]]:
         if key is _HEAD:
             out.append((f"{found.name}.attention.value_length", INT, value))
 
+    # A config may have the number under another model type's key.
     experts = next((own[word] for word in (found.experts, *_EXPERTS) if own.get(word) is not None), None)
     if found.experts and experts is not None:
         out.append((f"{found.name}.expert_count", INT, experts))
@@ -305,6 +306,7 @@ def _rope(config: Config, found: Architecture, faults: list[str]) -> Iterable[Pa
                 whole = key == "original_max_position_embeddings"
                 yield stated, INT if whole else FLOAT, int(rope[key]) if whole else rope[key]
 
+    # Llama 3's scaling is written as a tensor (`rope_factors`), so it needs no pair.
     known = ("default",) if found.name == "phi3" else ("default", "linear", "yarn")
     if kind not in known and not (kind == "llama3" and found.model_type in ("llama", "mistral")):
         faults.append(f"rope of type {kind}")
@@ -422,6 +424,7 @@ def hub_config(
         config[key.hub] = shortest(value) if key.kind == FLOAT and isinstance(value, float) else value
     if found.experts and type(own.get("expert_count")) is int:
         config[found.experts] = own["expert_count"]
+    # What llama.cpp has as constants is written explicitly: transformers' defaults may differ.
     config |= {key: value for key, value in found.fixed.items() if key not in config}
     config["hidden_activation" if found.act == _GELU and name != "gemma" else "hidden_act"] = found.act
     _backwards(config, own, found, faults)

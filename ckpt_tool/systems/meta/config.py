@@ -57,6 +57,7 @@ def hub_config(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]])
     heads = params["n_heads"]
     mistral = any(name in params for name in ("hidden_dim", "sliding_window", "head_dim"))  # keys Meta does not have
     moe = params.get("moe") if isinstance(params.get("moe"), Mapping) else None
+    # The stored tensor is the best source of the width; then Mistral's key, then Meta's rule.
     first = f"layers.0.feed_forward.{'experts.0.' if moe else ''}w1.weight"
     rows = shapes.get(first, (params.get("hidden_dim"),))[0]
     if rows is None:

@@ -16,7 +16,7 @@ def _may_be_paddle(tree: Tree) -> bool:
 
 
 def _may_be_paddle_unified(tree: Tree) -> bool:
-    # Names alone do not tell it from a hub folder: its reader looks for Paddle's optimizer or layout.
+    # Names alone do not distinguish it from a hub folder: its reader looks for Paddle's optimizer or layout.
     return tree.single is None and any(".safetensors" in name for name in tree.names())
 
 

@@ -242,7 +242,7 @@ def static_names(names: Sequence[str], aliases: Mapping[str, str], *, pipeline: 
     Args:
         names: Structured names in the order of registration, by which the counters run.
         aliases: Tied name -> the name of the parameter whose tensor it shares.
-        pipeline: The job has several stages, in which the head is of another class.
+        pipeline: The job has several stages, in which the head has another class (`lm_head_pipe`).
     """
     counters: dict[str, int] = {}
     modules: dict[str, str] = {}

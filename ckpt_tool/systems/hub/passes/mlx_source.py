@@ -64,6 +64,7 @@ def is_from_mlx(chosen: Chosen) -> bool:
         return True
     if any(_is_turned_kernel(name, row.tensor.shape) for name, row in chosen.model.items()):
         return True
+    # `quantization` with these two keys is MLX's form; the hub has `quantization_config`.
     stated: Any = _config_beside(chosen).get(_SECTION)
     return isinstance(stated, Mapping) and {"group_size", "bits"} <= stated.keys()
 

@@ -220,7 +220,7 @@ def _target(wanted: Wanted) -> Target:
         return Target(FORMAT.name, (_file(wanted.single, wanted.tensors, everything, said),), single=wanted.single)
     own = wanted.hints.get(Stem)
     stem = own.name if own is not None and own.name in STEMS else STEM
-    bins = pack([tensor.nbytes for tensor in wanted.tensors], wanted.shard_size)
+    bins = pack([tensor.nbytes for tensor in wanted.tensors], wanted.shard_size)  # indexes of tensors, by file
     copies = wanted.side_file_copies()
     if len(bins) < 2:
         one = bins[0] if bins else ()

@@ -107,6 +107,7 @@ def steps(tree: Tree) -> list[OrbaxStep]:
             found.setdefault("", []).append(above[0])
         else:
             found.setdefault("".join(f"{name}/" for name in above[:1]), []).append("".join(above[1:]))
+    # If the root is itself a step or an item, folders below it are not steps of a run.
     if "" in found:
         found = {"": [""] if "" in found[""] else found[""]}
     return [OrbaxStep(folder, tuple(names)) for folder, names in found.items()]
@@ -219,6 +220,7 @@ def chosen_step(tree: Tree) -> OrbaxStep:
             hint=f"pass the folder that holds {METADATA}, or the step that holds it",
         )
 
+    # By number, so that 10 comes after 9.
     names = sorted((step.folder.rstrip("/") for step in found), key=lambda name: (_number(name), name))
     raise several_steps(tree.display(), list(map(tree.display, names)))
 
@@ -261,6 +263,7 @@ def _check_names(tree: Tree, path: str, leaves: Sequence[OrbaxLeaf]) -> None:
             raise fault
         seen.add(leaf.stored)
     spelled = [tuple(map(str, leaf.path)) for leaf in stored]
+    # A leaf and a branch of one name could not both be nested in extras.
     branches = {each[:depth] for each in spelled for depth in range(1, len(each))}
     if (above := next((each for each in spelled if each in branches), None)) is not None:
         raise _damaged_error(tree, path, f"{'.'.join(above)[:200]!r} is a leaf, and others are below it")

@@ -113,7 +113,7 @@ def fitted(tensors: Sequence[LogicalTensor], extras: Mapping[str, Any], hints: H
     made = LogicalTensor(key, first.shape, first.dtype, tuple(of_each), count)
     reason = "one count of the optimizer for all parameters; they are compared while they are read"
     dropped.append({**entry, "reason": reason})
-    casts = {key: DTYPES["I32"]} if first.dtype.is_float else {}  # in which optax counts
+    casts = {key: DTYPES["I32"]} if first.dtype.is_float else {}  # optax counts in int32
     return Fitted((*rest, (index, made)), casts, tuple(dropped), (*unlisted, key))
 
 

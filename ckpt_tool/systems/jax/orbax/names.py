@@ -23,7 +23,7 @@ The path is always kept, so writing Orbax puts each leaf back at its path.
 
 Source: optax 0.2.8 `_src/transform.py` (ScaleByAdamState, TraceState), `contrib/_muon.py` (MuonState), flax 0.12
 `training/train_state.py`, `nnx/variablelib.py`, MaxText of 2026 `train_utils`. Orbax keeps named tuples as dicts of
-their fields, so these names are all there is of their classes.
+their fields, so only these names show the classes.
 """
 
 from __future__ import annotations

@@ -108,6 +108,7 @@ def read_tree(tree: Tree, *, lenient: bool = False) -> Catalog:
             if leaf.kind == STRING:
                 _put(extras, (*prefix, *leaf.path), texts[leaf.stored])
 
+    # All items of a step are named together: an optimizer's states may be in another item than the parameters.
     named = name_leaves(
         [each.path for each in stored],
         [each.array.shape == () and each.array.dtype.name in PLAIN for each in stored],
@@ -199,6 +200,7 @@ def _arrays(tree: Tree, item: OrbaxItem, *, lenient: bool) -> tuple[list[tuple[O
     store: ZarrStore = ZarrFiles(tree, item.folder) if keys is None else keys
     leaves = [leaf for leaf in item.leaves if leaf.kind not in EMPTY and leaf.kind != STRING]
     version = 3 if item.zarr3 else 2
+    # Without the flag only the user can know that the save is old and left chunks out.
     may_be_absent = item.sparse or (item.sparse is None and lenient)
     if is_collecting():
         leaves = _leaves_with_header(tree, store, leaves, version)

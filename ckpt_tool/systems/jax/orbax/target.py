@@ -155,10 +155,12 @@ class _Tree:
         self._header(row, tensor.shape, full, tensor.dtype)
         nbytes = tensor.dtype.nbytes(prod(full))
         for index in product(*(range(ceil_div(n, step)) for n, step in zip(tensor.shape, full, strict=True))):
+            # A file is closed before the chunk that would exceed the limit; a larger chunk has a file of its own.
             if not self.ends or (self.ends[-1] and self.ends[-1] + nbytes > self.wanted.shard_size):
                 self.ends.append(0)
                 self.chunks.append([])
             offset = tuple(i * step for i, step in zip(index, full, strict=True))
+            # Chunks at the end hold fewer elements, but are stored with padding to the full shape.
             shape = tuple(min(step, n - o) for step, n, o in zip(full, tensor.shape, offset, strict=True))
             self.chunks[-1].append(_Placed(number, Box(offset, shape), full, self.ends[-1]))
             self.values.append(OcdbtNode(self._key(row, index), None, len(self.ends) - 1, self.ends[-1], nbytes))

@@ -240,7 +240,7 @@ def value_of(tree: Tree, header: Header, key: str) -> Any:
     """The complete value of an entry, long arrays too. Bytes of a string that are not UTF-8 are escaped."""
     window = _FileFront(tree, header.path, raw(tree, header, key))
     window.order = ">" if header.big else "<"
-    window.whole = True
+    window.whole = True  # the header's pass kept only the position of long arrays
     kind = window.number("I", f"the type of {key}")
     return _array(window, key, 1)[0] if kind == ARRAY else _scalar(window, kind, key)
 

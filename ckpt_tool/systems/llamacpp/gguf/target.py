@@ -84,6 +84,7 @@ def gguf_target(wanted: Wanted) -> Target:
     for number, group in enumerate(groups):
         own = dict(pairs) if number == 0 else {}  # the first file of a split alone has the model's metadata
         if count > 1:
+            # Every file of a split states its number, their count, and the tensors of all files together.
             values = zip(SPLIT_KEYS, ("UINT16", "UINT16", "INT32"), (number, count, len(wanted.tensors)), strict=True)
             own |= {key: pair(kind, value) for key, kind, value in values}
         name = wanted.single or (STEM + SUFFIX if count == 1 else split_name(STEM, number, count))

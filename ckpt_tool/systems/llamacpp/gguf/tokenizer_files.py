@@ -171,6 +171,7 @@ def _byte_level(stated: Mapping[str, Any], vocabulary: _TokenTable) -> tuple[dic
     steps: list[dict[str, Any]] = [
         {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False} for regex in regexes
     ]
+    # GPT-2's expression is built into the ByteLevel step; all others come as Split steps before it.
     steps.append(_bytes(use_regex=not regexes))
     made["normalizer"] = {"type": "NFC"} if name in _NFC else None
     made["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps} if regexes else steps[0]
@@ -197,6 +198,7 @@ def _write_pieces(stated: Mapping[str, Any], vocabulary: _TokenTable) -> tuple[d
         )
 
     ways = [(scores[n], pair) for text, n in whole.items() for pair in map(" ".join, ways_to_make(text, whole))]
+    # The sort is stable: ways of equal score remain in the order of their pieces' numbers.
     ways.sort(key=lambda way: way[0], reverse=True)
     unknown = next((text for text, n in numbers.items() if kinds[n] == UNKNOWN), None)
     bytes_ = all(

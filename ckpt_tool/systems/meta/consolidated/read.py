@@ -86,6 +86,7 @@ def read_shards(tree: Tree, names: tuple[str, ...], *, lenient: bool, required: 
     files = read_each(names, lambda name: read_content(tree, name))
     sizes = sizes_of(params, tree.display(PARAMS)) if params is not None else None
     shards = _Shards(names, [_flat(tree, name, file) for name, file in zip(names, files, strict=True)], sizes)
+    # Again, now that the shapes show how many shards there should be.
     meta_files.check(names, path=tree.display(), count=_count_in_all(shards))
 
     # Faults are collected, so that the user sees all damaged tensors after one run.

@@ -43,7 +43,7 @@ known, else every value that nothing has read, and a source `x` of `x -> x` if o
 
 Each element of the source must reach one place: what is overwritten, never read, cut away or read twice is a fault,
 unless a statement drops it in words. A whole tensor may be read several times (`embed -> head` for tied weights). What
-it does not do: find out what names stand for (`statement`).
+it does not do: expand patterns of names (`statement`).
 """
 
 from __future__ import annotations

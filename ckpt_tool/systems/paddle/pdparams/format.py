@@ -27,8 +27,8 @@ Specification (PaddleFormers 1.2.0, PaddleNLP 3.0.0b4, paddlepaddle 3.3.1; files
   master weights, the meta or config.json say it, else the user must say it (E1314).
 * If a rule needs sizes and there is no config, the ranks' values decide between parts and copies
   (`paddle.pdparams.gather`).
-* Tied embeddings have two structured names and one static name: the optimizer's tensors go under the first of the
-    table.
+* Tied embeddings have two structured names and one static name: the optimizer's tensors get the first structured name
+  of the table.
 * `scheduler.pdparams`, `scaler.pdparams`: plain values, extras `scheduler`, `scaler`. `training_args.bin`,
   `trainer_state.*`, `rng_state_*.pth` are pickles of the job's own classes: named in a note, neither read nor carried.
 * One file alone: a state dict, an optimizer (names by the model file next to it, else static), or anything nested

@@ -178,7 +178,7 @@ class PaddleReading:
                 )
 
     def _find_table(self, where: PaddleRank) -> NameTable | None:
-        """The table for a rank's optimizer; None where no table of its (tensor rank, stage) is known."""
+        """The name table for a rank's optimizer; None if there is none of its tensor rank and stage."""
         names = self._names.get(self._stage_key(where))
         if names is None and self.degrees.ep > 1:  # data ranks without a model file of their own
             candidates = (table for stage, table in self._names.items() if stage[:2] == (where.tp, where.pp))
@@ -186,7 +186,7 @@ class PaddleReading:
         return NameTable(names) if names else None
 
     def _number_experts(self) -> Numbering:
-        """How the experts' numbers of each rank become those of the whole model."""
+        """How numbers of experts in each rank's names are converted to global ones."""
         names_by_stage: dict[tuple[int, int, int], set[str]] = {
             stage: set(names) for stage, names in self._names.items()
         }
@@ -195,7 +195,7 @@ class PaddleReading:
                 stage_names = names_by_stage.setdefault(self._stage_key(self.where[file.name]), set())
                 stage_names.update(str(saved.path[0]) for saved in self.contents[file.name].leaves)
 
-        # If the metas say that all experts are synchronised, ranks hold copies of them, no parts.
+        # If the metas state that all experts are synchronised, ranks hold copies of them instead of parts.
         flags = set()
         for meta in self.meta.stages.values():
             flags |= {param.no_sync for name, param in meta.params.items() if is_expert(name)}
@@ -251,8 +251,10 @@ class PaddleReading:
             self.gathering.hold(TensorKey(logical, MODEL), FileShare(where, saved, dtype, False))
 
     def _add_states(self, file: RankFile, content: PaddleContent) -> None:
-        """Add the tensors of an optimizer's file, or of an average's. Raises Unexplained E1313 for tensors whose
-        parameters no table names."""
+        """Add the tensors of an optimizer's file, or of an average's.
+
+        Raises Unexplained E1313 for tensors whose parameters no table names.
+        """
         where = self.where[file.name]
         table = self._find_table(where)
         unnamed: list[str] = []
@@ -286,8 +288,10 @@ class PaddleReading:
             )
 
     def _refuse_others_shares(self, file: RankFile, content: PaddleContent, table: NameTable | None) -> None:
-        """Raise InconsistentCheckpoint E0305 for a sharding rank's file with states that the meta deals to other ranks:
-        it is one of theirs. (Experts are dealt inside a group of their own.)"""
+        """Raise InconsistentCheckpoint E0305 for a file with states that the meta assigns to other sharding ranks.
+
+        Experts are not checked: they are assigned within a group of their own.
+        """
         where = self.where[file.name]
         stage = self._find_meta(where)
         if stage is None or not stage.owners or table is None:
@@ -314,7 +318,7 @@ class PaddleReading:
             )
 
     def _find_key(self, file: RankFile, saved: Saved, table: NameTable | None, where: PaddleRank) -> TensorKey | None:
-        """The logical key of a stored state, None where nothing names its parameter."""
+        """The logical key of a stored state, None if its parameter can't be identified."""
         path = [str(step) for step in saved.path]
         is_average = file.kind == EMA_FILE
         if path[0] == MASTER_WEIGHTS and len(path) == 2:

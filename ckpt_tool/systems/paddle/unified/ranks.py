@@ -53,11 +53,11 @@ class ArrayOfRank(NamedTuple):
 
 
 class RankTensors(NamedTuple):
-    """headers: of every file. degrees: as the names show them."""
+    """The tensors of all ranks' files, joined."""
 
     tensors: dict[TensorKey, LogicalTensor]
-    headers: list[SafetensorsHeader]
-    degrees: dict[str, int]
+    headers: list[SafetensorsHeader]  # of every file
+    degrees: dict[str, int]  # from the file names
 
 
 def read_ranks(
@@ -70,10 +70,20 @@ def read_ranks(
     marked: bool,
     lenient: bool,
 ) -> RankTensors:
-    """The tensors of all ranks' files. shapes: whole shapes of the model's tensors, in Paddle's layout. parts: files a
-    rank (`optim_shard_num`). marked: an asynchronous save, in which a rank without tensors writes no file.
+    """Join the tensors of all ranks' files.
 
-    Raises Incomplete E1355 for ranks' files that are missing, InputError E1356 for what can't be placed.
+    Args:
+        tree: The folder.
+        ranks: The files, by stem.
+        shapes: Unsharded shapes of the model's tensors, in Paddle's layout.
+        config: The model's config.
+        parts: Files of each rank (`optim_shard_num`).
+        marked: An asynchronous save, in which a rank without tensors writes no file.
+        lenient: Accept white space before a header.
+
+    Raises:
+        Incomplete: E1355, a rank's file is missing.
+        InputError: E1356, a tensor that can't be placed.
     """
     degrees = check_ranks(tree, ranks, parts=parts, marked=marked)
     held: dict[TensorKey, list[ArrayOfRank]] = {}
@@ -102,8 +112,10 @@ def read_ranks(
 def check_ranks(
     tree: Tree, ranks: Mapping[str, Sequence[UnifiedRankFile]], *, parts: int, marked: bool
 ) -> dict[str, int]:
-    """The degrees, by the names. Raises Incomplete E1355 unless all ranks' files are there, InconsistentCheckpoint
-    E0384 for names of two jobs."""
+    """The degrees that the file names show.
+
+    Raises Incomplete E1355 if files of ranks are missing, InconsistentCheckpoint E0384 for names of two jobs.
+    """
     every = [file for files in ranks.values() for file in files]
     dims = {tuple(dict(file.at)) for file in every}
     if len(dims) > 1:

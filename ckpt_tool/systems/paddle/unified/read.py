@@ -86,11 +86,18 @@ def transposed(
     path: str,
     settle: bool = True,
 ) -> tuple[set[str], list[Note]]:
-    """The names that are stored transposed. stored: weights of files that say `pt`, shapes as stored. trained: shapes
-    of master weights and moments, in Paddle's layout. path: the folder, for messages. settle: False for a first look,
-    in which what stays open counts as stored.
+    """The names of weights that are stored transposed, and notes.
 
-    Raises InconsistentCheckpoint E1354 for weights that contradict each other, Unexplained E1353 for what stays open.
+    Args:
+        stored: Shapes, as stored, of the weights in files that say `pt`.
+        trained: Shapes of master weights and moments, in Paddle's layout.
+        config: The model's config.
+        path: The folder, for messages.
+        settle: False for a first look: weights that can't be decided count as not transposed.
+
+    Raises:
+        InconsistentCheckpoint: E1354, weights that contradict each other.
+        Unexplained: E1353, weights that can't be decided.
     """
     matrices = {name: shape for name, shape in stored.items() if may_be_transposed(name, shape)}
     seen = _seen(matrices, trained, path)
@@ -107,7 +114,7 @@ def transposed(
         shown = seen.get(module_of(name)) if seen else None
         if shown is not None and rule is not None and shown != rule:
             odd.add(module_of(name))
-        flip = rule if shown is None else shown
+        flip = rule if shown is None else shown  # shapes are evidence, the list only describes the usual writer
         if flip is None:
             open_.append(name)
         elif flip:
@@ -131,6 +138,7 @@ def _seen(matrices: Mapping[str, Shape], trained: Mapping[str, Shape], path: str
     seen: dict[str, tuple[bool, str]] = {}
     for name, (rows, columns) in matrices.items():
         theirs = trained.get(name)
+        # A square weight has the same shape in both layouts.
         if rows == columns or theirs not in ((rows, columns), (columns, rows)):
             continue
         flip = theirs == (columns, rows)
@@ -167,12 +175,12 @@ def _undecided_error(
 
 
 class Lying(NamedTuple):
-    """A whole tensor in a file."""
+    """An unsharded tensor in a file."""
 
     header: SafetensorsHeader
-    row: int
-    dtype: DType  # what its bits are
-    flip: bool = False  # is it stored transposed?
+    row: int  # in the header
+    dtype: DType  # the type of its bits: BF16 for a stored U16
+    flip: bool = False  # it is stored transposed
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -59,8 +59,10 @@ Numbered = Sequence[tuple[int, WantedTensor]]
 
 
 def unified_target(wanted: Wanted, name: str) -> Target:
-    """The whole output. Raises UsageError E1271 (a state that Paddle's keys can't name), E1273 (8-bit moments that are
-    not Paddle's)."""
+    """The plan of the output.
+
+    Raises UsageError E1271 (a state that Paddle's keys can't name), E1273 (8-bit moments that are not Paddle's).
+    """
     hints, config, named = _facts(wanted)
     by_kind: dict[str, list[tuple[int, WantedTensor]]] = {MODEL: [], MASTER: [], EMA: [], "optimizer": [], EXTRAS: []}
     for number, tensor in enumerate(wanted.tensors):
@@ -119,7 +121,7 @@ def unified_target(wanted: Wanted, name: str) -> Target:
 
 
 def _tell_tied(wanted: Wanted, config: Mapping[str, Any], notes: list[str]) -> None:
-    """A unified checkpoint of one process has the states of a tied pair under one name; it is written as it was."""
+    """Add a note if the states of a tied pair are under one name, as a job of one process writes them."""
     if config.get("tie_word_embeddings") is not True:
         return
     models = (tensor.key.name for tensor in wanted.tensors if tensor.key.state == MODEL)
@@ -140,7 +142,7 @@ def _all_lora(tensors: Numbered) -> bool:
 
 
 def _facts(wanted: Wanted) -> tuple[PaddleHints, Mapping[str, Any], bool]:
-    """(what a Paddle source left in the hints, the model's config, did the user name it?)."""
+    """(hints of a Paddle source, the model's config, whether the user gave that config)."""
     own = paddle_hints(wanted)
     given = wanted.wish.config
     for config in (given, own.config):
@@ -150,7 +152,7 @@ def _facts(wanted: Wanted) -> tuple[PaddleHints, Mapping[str, Any], bool]:
 
 
 def _known_type(config: Mapping[str, Any]) -> str:
-    """The model type by which it is known what is transposed, "" where it is not."""
+    """The model type that has a list of transposed weights, "" if there is none."""
     for kind in (model_type_of(config), model_type_of(text_config(config))):
         if transposed_in_hf("q_proj.weight", 2, {"model_type": kind}) is not None:
             return kind
@@ -158,7 +160,7 @@ def _known_type(config: Mapping[str, Any]) -> str:
 
 
 def _layout(tensors: Numbered, wanted: Wanted, config: Mapping[str, Any], notes: list[str]) -> str:
-    """`pt` or `np`; see the module's docstring."""
+    """The layout of the model file, `pt` or `np`; the module's docstring has the rules."""
     hints, _, _ = _facts(wanted)
     own = hints.layout if hints.kind == "unified" else None
     if not any(len(tensor.shape) == 2 and "lora" not in tensor.key.name for _, tensor in tensors):

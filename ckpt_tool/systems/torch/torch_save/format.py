@@ -142,7 +142,7 @@ def _read(tree: Tree, chosen: ChosenFiles, options: ReadOptions) -> Catalog:
     # File -> the names that its index gives it; None without an index, which means that any names are right.
     expected = _expected(tree, chosen.index) if chosen.index else dict.fromkeys(chosen.files)
     required = options.require_checksums
-    from ckpt_tool.systems.torch.torch_save import ranks as torch_ranks  # few sources are of this kind
+    from ckpt_tool.systems.torch.torch_save import ranks as torch_ranks  # imported here, as few sources need it
 
     if chosen.ranks:
         return torch_ranks.read(tree, chosen, required=required, prefer=options.prefer)
@@ -180,6 +180,7 @@ def _expected(tree: Tree, index: str) -> dict[str, Any]:
     """The names of the tensors that the index lists for each file. Raises Incomplete naming every missing file."""
     read = read_index(tree, index)
     have = tree.listing()
+    # Every missing file is looked for, so that one message lists all that have to be fetched.
     missing = []
     for file in read.shards:
         if tree.single is None and file not in have:
@@ -327,6 +328,7 @@ def _sharing(tensors: Mapping[TensorKey, LogicalTensor]) -> list[Note]:
             by_place.setdefault((array.path, array.offset, array.shape, array.strides, array.dtype), []).append(key)
         if array.strides and any(s == 0 and n > 1 for s, n in zip(array.strides, array.shape, strict=True)):
             repeated.append(key)
+    # Only tensors that are equal views count: slices of a common buffer share a storage, but no elements.
     tied = [group for group in by_place.values() if len(group) > 1]
     notes = []
     if tied:

@@ -128,7 +128,7 @@ def read(tree: Tree, chosen: ChosenFiles, *, required: bool, prefer: str | None 
         *checksums.missing(tree, keyed.values(), required=required),
     ]
     degrees = Degrees(**mesh.to_json())
-    if is_collecting():
+    if is_collecting():  # what is missing of each tensor is reported here, and does not stop the reading
         Catalog("torch", keyed).check()
 
     hints = Hints.of(named.roots, Globals.each(state.globals), Ordered(tuple(state.ordered)), degrees)
@@ -338,6 +338,7 @@ def _add_extras(extras: Any, file: TorchRankFile, rank: int, state: _RankStates,
             state.own.setdefault(str(key), []).append(rank)
             state.extras.setdefault(file.kind, {}).setdefault(key, {})[f"rank_{rank}"] = value
 
+    # The first rank's values are taken; each later rank is compared with them.
     known = state.kinds[file.kind]
     if len(known) == 1:
         if shared:
