@@ -1,7 +1,7 @@
-"""Carrying a plan out: the run, and what was staged read back before it is committed.
+"""Executes a plan: runs it, reads the staged output back, and commits it.
 
-What an output may replace is looked at before (`conversion.accounted`), and is handed on: the run replaces that and
-nothing else.
+Which files an output may replace is determined before (`conversion.accounted`) and passed on: the run replaces these
+and nothing else.
 """
 
 from __future__ import annotations
@@ -52,14 +52,19 @@ def execute(
     replaced: ReplacedOutput | None = None,
     planned_from: Iterable[Tree] = (),
 ) -> Result:
-    """Run the plan, check what was staged, commit; a part leaves that to the last one to be done.
+    """Run the plan, check the staged output and commit it. Of several parts, the last one to finish checks and commits.
 
-    worker: its name, where it is one of those that claim what they do. movers: who moves the units, the CPU if None.
-    recorded: digests that the source states for its tensors; values that don't match are refused before the commit.
-    plan_file: where the plan was read from; then an output that does not read back as the plan says is the plan's fault
-    (SourceChanged E1605), not ours. seal: what is added to it, see `signing.seal`. replaced: what `--force` may remove.
-    planned_from: the sources from which this process made the plan. Files that it read in them and that the plan does
-    not list (headers, indexes, metadata) must be of the same save as the values.
+    Args:
+        recorded: digests that the source states for its tensors; if values don't match, nothing is committed.
+        part: (i, n) if this process runs part i of n of the plan, counted from 1; None for all of it.
+        worker: the name of a worker that claims its units of work.
+        movers: what moves the data, the CPU if None.
+        plan_file: the file from which the plan was read. If the output then does not read back as planned, the plan is
+            at fault (SourceChanged E1605), not this program.
+        seal: the signature and attestation to add, see `signing.seal`.
+        replaced: what `--force` may remove.
+        planned_from: the sources from which this process made the plan. Files that it read in them and that the plan
+            does not list (headers, indexes, metadata) must be of the same save as the values.
     """
 
     def check(staged: Path | Upload, digests: dict[TensorKey, str], source: dict[TensorKey, str]) -> None:
@@ -113,8 +118,10 @@ def executor_of(
     replaced: ReplacedOutput | None,
     **more: Any,
 ) -> Executor:
-    """The executor of a plan, as the options of a run say. replaced: what `--force` may remove. more: what no option
-    says (`Executor`)."""
+    """The executor of a plan with the options of a run: for a local path or for a store.
+
+    replaced: what `--force` may remove. more: further arguments of `Executor`.
+    """
     from ckpt_tool.run.executor import Executor, RunOptions
 
     options = RunOptions(
@@ -136,7 +143,7 @@ def executor_of(
 
 
 def refuse_in_store(writing: Writing) -> None:
-    """Raise UsageError E2510 for a device and an output in a store."""
+    """Raise UsageError E2510 if `--device` is given for an output in a store."""
     if writing.device not in (None, "", "cpu"):
         raise UsageError(
             f"--device {writing.device} does not write into a store yet",
@@ -146,7 +153,7 @@ def refuse_in_store(writing: Writing) -> None:
 
 
 def _staged_tree(staged: Path | Upload, plan: Plan) -> Tree:
-    """The output as a reader would find it."""
+    """The staged output as a tree, which the format's reader can open like a finished checkpoint."""
     if isinstance(staged, Path):
         return Tree(staged / plan.single if plan.single else staged)
     from ckpt_tool.run.upload import Seen
@@ -170,7 +177,10 @@ def _check_recorded(digests: Mapping[TensorKey, str], recorded: Mapping[TensorKe
 def _check_staged(
     staged: Tree, plan: Plan, digests: Mapping[TensorKey, str], progress: Progress | None, threads: int | None
 ) -> None:
-    """Read the staged output's headers back through its own reader; with a progress its values too."""
+    """Read the staged output's headers with the format's reader and compare them with the plan.
+
+    progress: if given, the values are read and compared with `digests` too.
+    """
     tree, _ = resolve(staged, Reading(from_format=plan.format))
     catalog = registry.by_name(plan.format).read(tree)
     catalog.check()

@@ -1,12 +1,12 @@
-"""Options that can take effect, and names that say what is written: an option that the target ignores is an error.
+"""Adapts what is chosen to the output's format, and refuses options and file names that the format would ignore.
 
     --to safetensors --zero 3          E0261: zero has no meaning for safetensors
     --to torch OUT.ckpt                one file: `Holds.single` has the suffix
     --to safetensors OUT.ckpt          E1611: named like a weights file of another format
 
-Which options a format uses it says itself (`Holds.uses_options`); what follows from what is written (`torch` with
-training state is one file) its target says (`Target.by_size`). Only what was given explicitly counts, and what holds
-anyway is no fault: `--zero 0` where there are no data ranks, `--on-indivisible error` where nothing falls back, a
+Each format declares the options that it uses (`Holds.uses_options`); what depends on the content (`torch` with training
+state is one file) is declared by its target (`Target.by_size`). Only options that were given explicitly count, and
+options that change nothing are no fault: `--zero 0` without data ranks, `--on-indivisible error` without fallbacks, a
 degree of 1.
 """
 
@@ -37,7 +37,7 @@ SHARD_SIZE = "max-shard-size"
 
 
 def refuse_idle(fmt: Format, writing: Writing) -> None:
-    """Raise UsageError E0261 for options that would change nothing in silence, all at once."""
+    """Raise UsageError E0261 for options that the format would silently ignore; one error lists all of them."""
     given = {
         SHARD_SIZE: writing.max_shard_size is not None,
         "zero": bool(writing.zero) or (writing.zero is not None and "dp" in fmt.holds.mesh),
@@ -57,7 +57,7 @@ def refuse_idle(fmt: Format, writing: Writing) -> None:
 
 
 def refuse_unsplit(target: Target, fmt: Format, writing: Writing) -> None:
-    """Raise UsageError E0261 for `--max-shard-size` where the output is one file whatever its size."""
+    """Raise UsageError E0261 for `--max-shard-size` if the output is one file of any size."""
     if writing.max_shard_size is None or target.by_size:
         return
     if target.single is not None:
@@ -70,11 +70,11 @@ def refuse_unsplit(target: Target, fmt: Format, writing: Writing) -> None:
 
 
 def single_name(destination: Place, fmt: Format) -> str | None:
-    """The name of the one file that the output is, None for a folder.
+    """The file name of an output that is a single file, None for a folder.
 
-    A format that may be one file takes a name with one of its own suffixes for that. A name with the suffix of another
-    format's weights is an error (UsageError E1611): a reader would take the file for what it is not. Formats of folders
-    take any name, and a folder that is there keeps being one.
+    If a format can be one file, a name with one of its suffixes requests that. A name with the suffix of another
+    format's weights is an error (UsageError E1611), because a reader would take the file for that format. Formats that
+    are always folders accept any name, and an existing folder always remains one.
     """
     single = fmt.holds.single
     suffix = destination.suffix.lower()
@@ -94,7 +94,7 @@ def single_name(destination: Place, fmt: Format) -> str | None:
 
 
 def _whose(option: str) -> str:
-    """`it belongs to dcp and sharded`."""
+    """A phrase that names the formats that use an option: `it belongs to dcp and sharded`."""
     *most, last = (name for name in registry.NAMES if option in registry.by_name(name).holds.uses_options)
     return f"it belongs to {', '.join(most)} and {last}" if most else f"it belongs to {last}"
 
@@ -103,8 +103,8 @@ def _whose(option: str) -> str:
 
 
 def held(chosen: Chosen, job: Conversion) -> Chosen:
-    """`chosen` without what the target format has no place for, left behind by name; what was asked for in words is an
-    error."""
+    """Drop what the target format cannot store, with entries in the report. States that the user requested explicitly
+    are an error instead (UsageError E0257)."""
     fmt = job.fmt
     writing = job.writing
     requested = {name for name in writing.states if name != "all"} - set(writing.drop)
@@ -155,7 +155,8 @@ def held(chosen: Chosen, job: Conversion) -> Chosen:
 
 
 def _way_out(unheld: LogicalTensor, chosen: Chosen) -> str:
-    """What helps. A part of a quantised weight is never to be left out alone: what stays would be other numbers."""
+    """The hint for a tensor whose dtype the format lacks. It never advises dropping a part of a quantised weight, since
+    the remaining parts would then represent other values."""
     if unheld.key.state != MODEL:
         return "choose another format, or --remove-keys"
     from ckpt_tool.quantised.keep_together import found_in, model_kinds
@@ -170,7 +171,7 @@ def _way_out(unheld: LogicalTensor, chosen: Chosen) -> str:
 
 
 def _nothing_left(chosen: Chosen, *, masters: bool) -> UsageError:
-    """The error (E0259) for an output without a tensor. masters: those of the source are left behind."""
+    """The error (E0259) for an output without a tensor. masters: were the source's master weights dropped?"""
     if not any(opened.catalog.tensors for opened in chosen.sources):
         return UsageError(
             "the source holds no tensor, so there is nothing to write",
@@ -204,8 +205,8 @@ def _nothing_left(chosen: Chosen, *, masters: bool) -> UsageError:
 
 
 def _refuse_to_lose_masters(chosen: Chosen, stored: Iterable[Stored]) -> None:
-    """Raise UsageError E0249 where parameters have no other weights than fp32 masters (ZeRO 3) and would stay behind,
-    all of them, while the rest of the model is written."""
+    """Raise UsageError E0249 if parameters exist only as fp32 masters (ZeRO 3) and would be dropped, while the rest of
+    the model is written."""
     holders = [opened for opened in chosen.sources if MASTER in opened.catalog.states()]
     if not holders or not any(row.tensor.key.state == MODEL for row in stored):
         return
@@ -228,8 +229,8 @@ def _refuse_to_lose_masters(chosen: Chosen, stored: Iterable[Stored]) -> None:
 
 
 def fitted(chosen: Chosen, job: Conversion) -> Chosen:
-    """The tensors as the format keeps them: some formats keep the same state with other tensors in some of their
-    kinds."""
+    """Convert the tensors to those that the format stores, for formats with variants that store the same state in
+    different tensors (`formats.base.Fitting`)."""
     fmt = job.fmt
     if not isinstance(fmt, Fitting):
         return chosen
@@ -247,7 +248,7 @@ def fitted(chosen: Chosen, job: Conversion) -> Chosen:
 
 
 def wish_of(chosen: Chosen, fmt: Format, writing: Writing) -> LayoutWish:
-    """What is wished of a format with a layout of its own."""
+    """The layout requested from a format that determines its own layout (`Holds.own_layout`)."""
     config = chosen.config
     if config is None and fmt.holds.dialect == "paddle":
         config = file_config(chosen.sources[0])

@@ -37,13 +37,12 @@ from ckpt_tool.sources.chosen import Chosen
 if TYPE_CHECKING:
     from ckpt_tool.weight_schemes.quantised_weights import Units
 
-# of one job: planned whatever the tensors are; the largest so far have some 100,000
-FEW = 1024
-RANKS = 1 << 17
+FEW = 1024  # ranks of a job up to which degrees are accepted whatever the tensors are
+RANKS = 1 << 17  # ranks of a job at most; the largest jobs so far have some 100,000
 
 
 def degrees_of(chosen: Chosen, writing: Writing) -> Degrees:
-    """For a format with a layout of its own: what is known of the degrees."""
+    """The known degrees, for a format that determines its own layout."""
     catalog = chosen.sources[0].catalog
     inherited: dict[str, int] = {}
     if chosen.inherits:
@@ -60,11 +59,12 @@ def degrees_of(chosen: Chosen, writing: Writing) -> Degrees:
 
 
 def refuse_idle_ranks(degrees: Mapping[str, int], shapes: Iterable[tuple[int, ...]]) -> None:
-    """Raise UsageError E1651 for degrees that leave ranks with nothing: more than the tensors have anything to share
-    among, or more ranks in all than any job has. Up to `FEW` ranks nothing is refused: the layout may leave some of
-    them empty.
+    """Raise UsageError E1651 for degrees that are too large: more ranks than any tensor can be split among, or more
+    ranks in total than any job has. Up to `FEW` ranks nothing is refused, even if the layout leaves some of them empty.
 
-    degrees: mesh dim -> size. shapes: of the tensors to write; looked at only where a degree is that large.
+    Args:
+        degrees: mesh dim -> size.
+        shapes: of the tensors to write; only evaluated if there are more than `FEW` ranks.
     """
     ranks = prod(max(size, 1) for size in degrees.values())
     if ranks <= FEW:
@@ -97,7 +97,10 @@ def _shown(size: int) -> str:
 
 
 def layout_of(chosen: Chosen, wanted: Wanted, fmt: Format, writing: Writing) -> tuple[Layout, list[dict[str, Any]]]:
-    """The layout, and what falls back. Raises UsageError E0260 to E0262 for what the format can't be laid out by."""
+    """(layout of the output, report entries for tensors that could not be split as requested).
+
+    Raises UsageError E0260 to E0262 for degrees that the format cannot express.
+    """
     if fmt.holds.own_layout:
         rules_of = ", ".join(filter(None, [f"the rules of {fmt.name}", describe_split(wanted.wish.pp_split)]))
         return Layout(Mesh.of_degrees(wanted.wish.degrees.stated()), (), rules_of), []
@@ -123,6 +126,7 @@ def layout_of(chosen: Chosen, wanted: Wanted, fmt: Format, writing: Writing) -> 
             )
         degrees = {name: size for name, size in degrees.items() if name not in foreign}
 
+    # The dims along which the source's ranks split tensors; `plan.placing` takes them into account.
     cuts: dict[str, int] = {}
     for row in chosen.stored:
         if row.tensor.key.state == MODEL:
@@ -148,7 +152,7 @@ def layout_of(chosen: Chosen, wanted: Wanted, fmt: Format, writing: Writing) -> 
 
 
 def _units_of_codes(tensors: Sequence[WantedTensor], chosen: Chosen, degrees: Mapping[str, int]) -> Mapping[str, Units]:
-    """How the tensors of quantised weights may be cut, where anything is cut and some of them may be codes."""
+    """How tensors of quantised weights may be split; {} if nothing is split or nothing can be codes."""
     if all(size == 1 for size in degrees.values()) or not may_hold_codes(tensors):
         return {}
     from ckpt_tool.quantised.keep_together import held_together
@@ -157,7 +161,7 @@ def _units_of_codes(tensors: Sequence[WantedTensor], chosen: Chosen, degrees: Ma
 
 
 def split_of(chosen: Chosen, writing: Writing, stages: int) -> tuple[int, ...]:
-    """Layers of each pipeline stage as `--pp-split` has them, () where nothing was said."""
+    """The number of layers of each pipeline stage by `--pp-split`; () without the option."""
     if writing.pp_split != AUTO:
         return writing.pp_split
     sizes: dict[str, int] = {}
@@ -167,7 +171,8 @@ def split_of(chosen: Chosen, writing: Writing, stages: int) -> tuple[int, ...]:
 
 
 def _carve_experts(degrees: Mapping[str, int], writing: Writing) -> dict[str, int]:
-    """`--dp` counts all data ranks; expert ranks are carved out of them, so the mesh's `dp` is what is left."""
+    """The degrees of the mesh. `--dp` counts all data ranks, and expert ranks are taken from them, so the mesh's `dp`
+    is `--dp` divided by `--ep`."""
     out = {name: size for name, size in degrees.items() if size != 1 or name in writing.degrees}
     if out.get("etp", 1) == out.get("tp", 1):
         out.pop("etp", None)
@@ -192,9 +197,10 @@ def _carve_experts(degrees: Mapping[str, int], writing: Writing) -> dict[str, in
 
 
 def _cut_dim(tensor: LogicalTensor, mesh: Mesh) -> int | None:
-    """The one dim along which the source's tensor parallel ranks cut the tensor, None when none or several.
+    """The dim along which the source's tensor parallel ranks split the tensor; None if there is none, or several.
 
-    mesh: the source's, where it is known: a cut into as many bands as there are data ranks alone is no tensor cut.
+    mesh: the source's, if it is known; then a split whose number of bands does not fit the tensor parallel degree is
+        not taken for one (it may be that of the data ranks).
     """
     if len(tensor.chunks) == 1:
         return None
@@ -217,12 +223,12 @@ def _cut_dim(tensor: LogicalTensor, mesh: Mesh) -> int | None:
 # -- layout files ------------------------------------------------------------------------------------------------------
 
 
-LIMIT = 256 << 10  # bytes; a rule takes some hundred
-DOTS = 1000  # of a line
+LIMIT = 256 << 10  # bytes of a layout file; a rule takes some hundred
+DOTS = 1000  # dots in a line at most: the parser needs quadratic time for a dotted key
 
 
 def read_layout(file: str) -> tuple[dict[str, int], tuple[PlacingRule, ...]]:
-    """(degrees, rules) of the file. Raises UsageError E0252 with what does not read, StorageError."""
+    """Read a layout file: (degrees, rules). Raises UsageError E0252 for invalid content, StorageError."""
     path = Path(file)
     try:
         with path.open("rb") as stream:

@@ -1,4 +1,4 @@
-"""Selection: the tensors of one source that the options ask for. Each function but one is a pass."""
+"""Selects the tensors of one source that the options request. The public functions are passes, or used by one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHOWN_NAMES = 8  # tensors of a note
 
 
 def refuse_code(opened: Opened, job: Conversion) -> None:
-    """Raise UnsafeInput for what asks to be run, but in states that are left behind by option or by the format."""
+    """Raise UnsafeInput for pickles that would execute code, except in states that an option or the format drops."""
     writing = job.writing
     unread = [one.key for one in opened.catalog.unread]
     opened.refuse_unsafe(
@@ -34,7 +34,8 @@ def refuse_code(opened: Opened, job: Conversion) -> None:
 
 
 def sound(chosen: Chosen, job: Conversion) -> Chosen:
-    """`chosen`, of a source whose headers make sense. Raises what is wrong with it, UnsafeInput first."""
+    """Check that the source's headers are consistent, and return `chosen` with notes. Raises the first fault, beginning
+    with UnsafeInput."""
     opened = chosen.sources[0]
     refuse_code(opened, job)
     if not opened.catalog.tensors:
@@ -64,9 +65,11 @@ def _removed_extras(opened: Opened, job: Conversion) -> Collection[TensorKey]:
 
 
 def _faults_of_adapter(opened: Opened, job: Conversion) -> Iterator[CkptError]:
-    """What is wrong with the pairs of an adapter. A target that holds no adapters reports itself what it has no place
-    for, but tensors without elements are missing everywhere. Raises UsageError E2931 for weights next to it that
-    nothing explains."""
+    """Faults in the pairs of an adapter's tensors.
+
+    A target that cannot store adapters refuses them itself, so only tensors without elements are reported for it.
+    Raises UsageError E2931 for weights with an unknown purpose next to the adapter.
+    """
     if "peft" not in opened.catalog.hints.plain:
         return
     from ckpt_tool.formats.adapters.beside import refuse_unknown_weights
@@ -80,13 +83,13 @@ def _faults_of_adapter(opened: Opened, job: Conversion) -> Iterator[CkptError]:
 
 
 def _other_saves(opened: Opened) -> Iterable[CkptError]:
-    """What counters of steps say of parts that come from other saves."""
+    """Faults by which step counters show that parts of the checkpoint come from different saves."""
     yield from other_steps(opened.tree, opened.catalog)
     yield from trainer_step(opened.outer or opened.tree, opened.tree, opened.catalog)
 
 
 def wanted_tensors(chosen: Chosen, job: Conversion) -> Chosen:
-    """The tensors and extras of the source that `--state`, `--drop`, `--keep-keys` and `--remove-keys` ask for."""
+    """Select the tensors and extras that `--state`, `--drop`, `--keep-keys` and `--remove-keys` request."""
     catalog = chosen.sources[0].catalog
     writing = job.writing
     count = [STEP] if catalog.count is not None else []
@@ -128,7 +131,7 @@ def wanted_tensors(chosen: Chosen, job: Conversion) -> Chosen:
 
 
 def _unread_left(unread: Iterable[Unread]) -> list[dict[str, Any]]:
-    """Entries of the report for tensors that no reader gives: they are here only where they are left behind."""
+    """Report entries for tensors that cannot be read. If any of them were wanted, an error was raised before."""
     rows: dict[tuple[str, str], list[str]] = {}
     for one in unread:
         why = f"held by objects of class {one.kind}, which are never created" if one.kind else str(one.fault)
@@ -165,9 +168,9 @@ def refuse_left_optimizer(opened: Opened, job: Conversion) -> None:
 
 
 def _refuse_other_names(state: str, taken: Collection[str], model: Collection[str]) -> None:
-    """Raise InconsistentCheckpoint E2974 where a state's names are not the model's: written as the model, both would be
-    in it, one under the names of the other."""
-    if state == MASTER:  # a job may keep most weights as masters alone, and only buffers in the model
+    """Raise InconsistentCheckpoint E2974 if a state that should replace the model's weights has other names: the output
+    would contain both, as if they were different parameters."""
+    if state == MASTER:  # a job may store most weights only as masters, and only buffers in the model
         return
     strangers = [name for name in taken if name not in model]
     missing = [name for name in model if name not in taken]
@@ -185,7 +188,7 @@ def _refuse_other_names(state: str, taken: Collection[str], model: Collection[st
 
 
 def is_parameter(tensor: LogicalTensor) -> bool:
-    """Is it a weight that is trained, and no buffer? Whole numbers, masks and what normalisations gather are none."""
+    """Is the tensor a trained weight and not a buffer? Integers, masks and running statistics are buffers."""
     from ckpt_tool.core.buffers import is_buffer
 
     return (tensor.dtype.is_float or tensor.dtype.coded) and not is_buffer(tensor.key.name)
@@ -207,8 +210,11 @@ def _refuse_partial_average(parameters: Sequence[str], path: str, averaged: int)
 
 
 def as_model(chosen: Chosen, job: Conversion) -> Chosen:
-    """`--as-model ema|master`: that state written as the model. Parameters without an average are an error unless
-    `--as-model ema,model` asks for the model's own: nothing is mixed in silence."""
+    """Replace the model's weights by the state given by `--as-model ema|master`.
+
+    Parameters without an average are an error, so that averaged and plain weights are never mixed silently;
+    `--as-model ema,model` takes these from the model.
+    """
     state = job.writing.state_as_model
     rows = chosen.stored
     if not state:
@@ -248,7 +254,7 @@ def as_model(chosen: Chosen, job: Conversion) -> Chosen:
     )
     dropped = left_behind(gone, f"--as-model {state}", named=False)
 
-    # What the state lacks is written all the same: a note, and nothing that is left out.
+    # Tensors that the state lacks are written from the model, so they get a note and are not reported as dropped.
     buffers = [name for name in missing if name not in parameters]
     kind = "buffers" if state == EMA else "buffers, and weights that have none"
     notes = []

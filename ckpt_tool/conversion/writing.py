@@ -1,8 +1,8 @@
-"""Writing: from chosen tensors to a committed output, the one way of `reshard`, `convert` and `merge`.
+"""Writes chosen tensors as a committed output; `reshard`, `convert` and `merge` all use it.
 
-    chosen -> fitted (`passes.FITTING`) -> planned (`planning`) -> shown, saved -> carried out (`carry_out`)
+    chosen -> fitted (`passes.FITTING`) -> planned (`planning`) -> shown, saved -> executed (`carry_out`)
 
-Every fault that can be known is raised before the first byte is written.
+Every fault that can be detected in advance is raised before the first byte is written.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 def write(chosen: Chosen, dst: str, job: Conversion, progress: Progress) -> dict[str, Any]:
-    """Plan and, unless `dry_run`, carry out. Returns the writers' JSON document of `cli.md`."""
+    """Plan the output and, unless `dry_run`, write it. Returns the report, the writers' JSON document of `cli.md`."""
     began = time.monotonic()
     writing = job.writing
     destination = place_of(dst)
@@ -126,7 +126,7 @@ def write(chosen: Chosen, dst: str, job: Conversion, progress: Progress) -> dict
 
 
 def _save(plan: Plan, document: dict[str, Any], writing: Writing, plan_file: str) -> None:
-    """The plan, and the job file that runs it: both or none."""
+    """Save the plan, and the job file that runs it; if the job file can't be written, neither is kept."""
     from ckpt_tool.conversion.plan_file import save_plan
 
     save_plan(plan, plan_file)
@@ -143,12 +143,12 @@ def _save(plan: Plan, document: dict[str, Any], writing: Writing, plan_file: str
 
 
 def _with_stores(document: dict[str, Any], plan: Plan, chosen: Chosen, destination: Place) -> dict[str, Any]:
-    """The document with the memory that stores on both sides take."""
+    """The report with the memory that reading from and writing to stores needs added to its peak."""
     more = 0
     if any(scheme_of(opened.tree.shown) for opened in chosen.sources if not opened.tree.local):  # others are computed
         from ckpt_tool.storage.stores.read_ahead import WINDOW
 
-        more += 2 * WINDOW  # what has come, and what is put together
+        more += 2 * WINDOW  # the data that was received, and the buffer into which it is assembled
     if isinstance(destination, RemotePlace):
         from ckpt_tool.run.upload import memory_of
 
@@ -158,8 +158,10 @@ def _with_stores(document: dict[str, Any], plan: Plan, chosen: Chosen, destinati
 
 
 def check_place(destination: Place, trees: Iterable[Tree], writing: Writing) -> ReplacedOutput:
-    """What `--force` replaces at the output's place; raises what is wrong with the place before anything is written.
-    trees: of the sources."""
+    """Check the output's place before anything is written, and return what `--force` replaces there.
+
+    trees: those of the sources, which must not be overwritten.
+    """
     given = [*trees]
     if isinstance(destination, RemotePlace):
         check_apart(destination, [tree.shown for tree in given if not tree.local])
@@ -178,7 +180,7 @@ def check_place(destination: Place, trees: Iterable[Tree], writing: Writing) -> 
 
 
 def _replaced(destination: Place, writing: Writing) -> ReplacedOutput:
-    """What `--force` replaces, nothing without it."""
+    """What `--force` replaces; an empty result without the option."""
     if not writing.force:
         return ReplacedOutput({})
     from ckpt_tool.conversion.accounted import check_replaced
@@ -187,7 +189,7 @@ def _replaced(destination: Place, writing: Writing) -> ReplacedOutput:
 
 
 def _seal(writing: Writing, destination: Place) -> Seal | None:
-    """The signature and the attestation that the options ask for, None where they ask for nothing."""
+    """The signature and the attestation that the options request, None without such options."""
     if not writing.sign and not writing.attest:
         return None
     from ckpt_tool.signing.seal import seal_of
@@ -196,7 +198,7 @@ def _seal(writing: Writing, destination: Place) -> Seal | None:
 
 
 def _recorded(chosen: Chosen) -> dict[TensorKey, str]:
-    """The digests that the sources state for the tensors that travel as they are."""
+    """The digests that the sources state for tensors whose values are not changed."""
     stated = [opened.catalog.digests for opened in chosen.sources]
     if not any(stated):
         return {}
@@ -205,7 +207,7 @@ def _recorded(chosen: Chosen) -> dict[TensorKey, str]:
 
 
 def _already(destination: Path) -> int:
-    """Bytes that an interrupted run has allocated in the staging folder already."""
+    """Bytes that an interrupted run has already allocated in the staging folder."""
     staged = staging_path(destination)
     if staged.is_symlink() or not staged.is_dir():
         return 0

@@ -1,12 +1,12 @@
-"""Chosen: what is to be written, as values: what each pass of a conversion (`conversion.passes`) takes and gives.
+"""Chosen: the tensors to be written, as an immutable value that each pass of a conversion takes and returns.
 
-Some of its tensors may be computed, by which dequantising, adapters and merges reach the plan:
+Some of its tensors may be computed; dequantising, adapters and merges use that:
 
     with_computed(chosen, [FoldedLora(...), ...], "base/ with adapter/", dtypes={key: BF16}, option="merge --method
     lora")
 
-A computed tensor takes the place of the chosen one of its key, or comes last; it is F32 while it is computed and is
-rounded once to `dtypes` of its key, or to what `--dtype` says.
+A computed tensor replaces the chosen one with the same key, or is appended. It is computed in F32 and rounded once, to
+`dtypes` of its key or to the dtype given by `--dtype`. The passes are in `conversion.passes`.
 """
 
 from __future__ import annotations
@@ -37,51 +37,52 @@ AS_REQUESTED = "as requested"
 
 
 class Reported(Protocol):
-    """What a pass has to say in the report. done: the values have passed."""
+    """What a pass adds to the report. done: have the values been processed?"""
 
     def document(self, *, done: bool) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What shall be written, before any format has seen it."""
+    """What is to be written, independent of the output's format."""
 
     sources: tuple[Opened, ...]
-    # each tensor and the source (by position in `sources`) that holds it, under the key it shall have
+    # each tensor, under its key in the output, and the index in `sources` of the source that holds it
     stored: tuple[Stored, ...]
     extras: Mapping[str, Any]
     # removed, dropped: for the report
     removed: tuple[LogicalTensor, ...] = ()
     dropped: tuple[dict[str, Any], ...] = ()
-    inherits: bool = False  # degrees that the user does not name are those of the first source
+    inherits: bool = False  # degrees that the user does not give are those of the first source
     notes: tuple[str, ...] = ()
-    renewed: frozenset[TensorKey] = frozenset()  # their values are not those of the source's tensor of that key
+    # keys whose values differ from the source's tensor of that key, so that the source's digest does not apply
+    renewed: frozenset[TensorKey] = frozenset()
     lenient: bool = False  # `--lenient`
     first_replica: bool = False  # take replica 0 without comparing the others, as an option asks for
     casts: Mapping[TensorKey, DType] = field(default_factory=dict)  # what the format rounds (`formats.base.Fitted`)
-    unlisted: tuple[TensorKey, ...] = ()  # what it keeps as plain values
-    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # source parameter -> those made of it
-    config: Mapping[str, Any] | None = None  # what `--config` says
-    config_from: str = "--config"  # what it comes from, in words
-    config_path: str | None = None  # what `--config` names
-    hints: Hints | None = None  # where they are not the first source's: its names are others now
-    untrue: tuple[str, ...] = ()  # keys of config.json that the output is no longer: `quantization_config`
-    stale: tuple[str, ...] = ()  # side files that are no longer true, and not copied
-    stated: Mapping[str, Any] = field(default_factory=dict)  # keys of config.json that the output has
-    reported: Reported | None = None  # what the report says of values once they have passed
+    unlisted: tuple[TensorKey, ...] = ()  # tensors that the format stores as plain values
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # source parameter -> the output's made of it
+    config: Mapping[str, Any] | None = None  # the model's config: that of `--config`, or set by a pass
+    config_from: str = "--config"  # where the config comes from, in words
+    config_path: str | None = None  # the path given by `--config`
+    hints: Hints | None = None  # None for the first source's; set by passes that change names
+    untrue: tuple[str, ...] = ()  # keys of config.json that no longer hold for the output: `quantization_config`
+    stale: tuple[str, ...] = ()  # side files that no longer hold for the output and are not copied
+    stated: Mapping[str, Any] = field(default_factory=dict)  # keys of config.json that are added for the output
+    reported: Reported | None = None  # what the report says about values once they have been processed
 
     @property
     def home(self) -> str:
-        """The dialect at home in the first source's format, `keep` where it has none."""
+        """The dialect of the first source's format, `keep` if it has none of its own."""
         return registry.by_name(self.sources[0].catalog.format).holds.dialect
 
     @property
     def all_hints(self) -> Hints:
-        """What formats remember of the source."""
+        """The hints that formats recorded about the source, or those of a later pass."""
         return self.sources[0].catalog.hints if self.hints is None else self.hints
 
     def dialect_in(self, fmt: Format) -> str:
-        """Whose names an output in `fmt` has: `hf`, `paddle`, `megatron`, ..., `keep` where nothing says."""
+        """The dialect of an output in `fmt`: `hf`, `paddle`, `megatron`, ..., `keep` if it is unknown."""
         dialect = self.all_hints.dialect
         if isinstance(dialect, str):
             return dialect
@@ -93,48 +94,50 @@ class Chosen:
         return {row.tensor.key.name: row for row in self.stored if row.tensor.key.state == MODEL}
 
     def input(self, row: Stored) -> Input:
-        """A tensor as what a recipe reads."""
+        """A tensor in the form that a recipe reads."""
         from ckpt_tool.run.computed import Input
 
         return Input(row.tensor, self.sources[row.source].tree)
 
     def noted(self, *lines: str) -> Chosen:
-        """Itself with more lines for the report."""
+        """A copy with more lines for the report."""
         return replace(self, notes=(*self.notes, *lines)) if lines else self
 
 
 class Conversion(NamedTuple):
-    """What a conversion is to do: how its sources are read, what is written, in which format."""
+    """The job of a conversion: how its sources are read, what is written, and in which format."""
 
     reading: Reading
     writing: Writing
     fmt: Format
-    inherits: bool = False  # degrees that the user does not name are those of the source
-    # its source is one of several, so a rule of --rename that matches nothing in it may match in another
+    inherits: bool = False  # degrees that the user does not give are those of the source
+    # is the source one of several? Then a rule of --rename that matches nothing in it may match in another
     of_several: bool = False
 
     @classmethod
     def of(cls, opened: Opened, reading: Reading, writing: Writing) -> Conversion:
-        """Into `--to` or the source's own format, which keeps the source's degrees if it lays ranks out."""
+        """The conversion to `--to`, or to the source's own format; the latter keeps the source's degrees if its files
+        are those of ranks."""
         fmt = registry.by_name(writing.to or opened.catalog.format)
         return cls(reading, writing, fmt, fmt.name == opened.catalog.format and bool(fmt.holds.mesh))
 
     @property
     def dialect(self) -> str:
-        """Whose names the output shall have: `--dialect`, or what is at home in the format; a variant's system's."""
+        """The dialect of the output: `--dialect`, or that of the format; for a variant, the system's dialect."""
         asked = self.writing.dialect or self.fmt.holds.dialect
         return VARIANTS.get(asked, asked)
 
 
 def dtypes_of(writing: Writing) -> dict[str, DType]:
-    """`--dtype`: state ("" for all) -> what it is cast to."""
+    """The casts of `--dtype`: state ("" for all) -> dtype."""
     return {state: DTYPES[name] for state, name in writing.dtypes.items()}
 
 
 def written_as(tensor: LogicalTensor, dtypes: Mapping[str, DType], casts: Mapping[TensorKey, DType]) -> DType:
-    """The output's dtype: the most exact rule for its state; integers and `step` counters are never cast.
+    """The dtype of a tensor in the output, by the most specific rule for its state. Integers and `step` counters are
+    never cast.
 
-    dtypes: of `dtypes_of`. casts: `Chosen.casts`."""
+    dtypes: from `dtypes_of`. casts: `Chosen.casts`."""
     if tensor.key in casts:
         return casts[tensor.key]
     if not dtypes or tensor.key.state in ("step", "extras") or not tensor.dtype.is_float or tensor.dtype.bits < 8:
@@ -144,7 +147,7 @@ def written_as(tensor: LogicalTensor, dtypes: Mapping[str, DType], casts: Mappin
 
 
 def left_behind(tensors: Iterable[LogicalTensor], reason: str, *, named: bool = True) -> list[dict[str, Any]]:
-    """Entries of the report for tensors that are not written, one a state. named: with their names."""
+    """Report entries for tensors that are not written, one for each state. named: include the tensors' names?"""
     rows: dict[str, list[LogicalTensor]] = {}
     for tensor in tensors:
         rows.setdefault(tensor.key.state, []).append(tensor)
@@ -163,8 +166,8 @@ def left_behind(tensors: Iterable[LogicalTensor], reason: str, *, named: bool = 
 def extras_left_behind(extras: Mapping[str, Any], reason: str, sources: Iterable[Opened]) -> dict[str, Any]:
     """The entry of the report for extras that are not written.
 
-    A plain number inside the model's own state dict may be a parameter of it (`logit_scale`): it is named itself, and
-    not by the level that the model is on.
+    A plain number inside the model's own state dict may be a parameter (`logit_scale`), so it is listed by its own path
+    and not by that of the model.
     """
     from ckpt_tool.formats.state_dict.numbers_of_model import levels_of_model, numbers_of_model
 
@@ -179,7 +182,10 @@ def extras_left_behind(extras: Mapping[str, Any], reason: str, sources: Iterable
 
 
 def refuse_saved_plan(writing: Writing, option: str) -> None:
-    """Raise UsageError E0264 where the plan is to be run elsewhere: computed values only this process has."""
+    """Raise UsageError E0264 if the plan is to be run by another process, which lacks the computed values.
+
+    option: the option that computes values, for the message.
+    """
     if writing.plan_file or writing.ray:
         raise UsageError(
             f"{option} computes values while it reads, which a saved plan can't do yet",
@@ -198,8 +204,15 @@ def with_computed(
     dtypes: Mapping[TensorKey, DType],
     notes: Sequence[str] = (),
 ) -> Chosen:
-    """`chosen` with what `recipes` make. shown: what messages call the computed source. dtypes: what each is rounded
-    to, F32 where it says nothing; `--dtype` wins. Raises UsageError E0264 (`option` in words) with --plan and --ray."""
+    """Add the tensors that `recipes` compute to `chosen`; they replace chosen tensors with the same key.
+
+    Args:
+        shown: the name of the computed source in messages.
+        option: the option that requests it, for the error.
+        dtypes: the dtype to which each tensor is rounded, F32 by default; `--dtype` takes precedence.
+
+    Raises UsageError E0264 with --plan and --ray.
+    """
     from ckpt_tool.run.computed import ComputedTree
 
     refuse_saved_plan(writing, option)
@@ -223,7 +236,7 @@ def with_computed(
 
 
 def memory_of_computed(chosen: Chosen) -> int:
-    """Bytes that each thread holds for what is computed, at most."""
+    """The most bytes that a thread needs in memory for computed tensors."""
     if all(opened.catalog.tensors for opened in chosen.sources):
         return 0
     from ckpt_tool.run.computed import ComputedTree
