@@ -82,8 +82,8 @@ def target(wanted: Wanted) -> Target:
 class _UniversalWriter:
     """Assigns every tensor to a file.
 
-    folders: parameter -> file (state) -> row of the wanted tensors. beside: rows of the states that get no folder.
-    repeats: parameters whose `fp32` is the model's. steps: parameter -> its group's step, None if unknown.
+    folders: parameter -> file (state) -> row of the wanted tensors; states that get no folder are in a list of their
+    own. repeats: parameters whose `fp32` is the model's. steps: parameter -> its group's step, None if unknown.
     """
 
     def __init__(self, wanted: Wanted, extras: Mapping[str, Any]) -> None:
@@ -139,7 +139,10 @@ class _UniversalWriter:
             rows["fp32"] = rows.pop("fp32") if "fp32" in rows else model[name]
 
     def _groups(self) -> list[_Group]:
-        """Parameter groups and their steps, from wherever the source keeps them; the first has what none lists."""
+        """Return the parameter groups and their steps, wherever the source stores them.
+
+        Parameters that no group lists are added to the first one.
+        """
         out = list[_Group]()
         taken = set[str]()
         for stated, scalars in stated_groups(self.extras):
@@ -173,7 +176,7 @@ class _UniversalWriter:
         return out
 
     def _note_gaps(self) -> None:
-        """What the source does not say, or DeepSpeed does not take."""
+        """Add notes on values that the source lacks, and on limits of DeepSpeed's own loader."""
         trains = any(len(rows) > 1 for rows in self.folders.values())
         if not self.own_steps and trains and all(group.step is None for group in self.groups):
             self.notes.append(
@@ -192,7 +195,7 @@ class _UniversalWriter:
     # -- files ---------------------------------------------------------------------------------------------------------
 
     def files(self) -> Iterator[TargetFile]:
-        """Every file below the step's folder."""
+        """Yield every file below the step's folder."""
         for name, rows in self.folders.items():
             yield from self._folder(name, rows)
         top = {**self._required_keys(), **{key: item for key, item in self.extras.items() if key not in OWN_KEYS}}
@@ -206,7 +209,7 @@ class _UniversalWriter:
         return composer.tensor(tensor.shape, tensor.dtype, [StoragePart(row, whole(tensor.shape), 0)])
 
     def _folder(self, name: str, rows: Mapping[str, int]) -> Iterator[TargetFile]:
-        """A parameter's files."""
+        """Yield the files of a parameter's folder, one for each state."""
         stated = self.cuts.get(name)
         cut = writable(stated)[0] if isinstance(stated, Mapping) else {"cat_dim": 0}
         for state, row in rows.items():
@@ -219,7 +222,7 @@ class _UniversalWriter:
             yield composer.file(f"zero/{name}/{STEP}.pt", _step_tensor(composer, step))
 
     def _made_step(self, name: str) -> float | int | None:
-        """The group's step, for a parameter that has states and no step of its own."""
+        """Return the group's step for a parameter that has states but no step of its own, else None."""
         return self.steps[name] if not self.own_steps and len(self.folders[name]) > 1 else None
 
     def _record(self) -> Recorded:
@@ -235,7 +238,7 @@ class _UniversalWriter:
         return Recorded(hidden, made, hints, step_of, frozenset(self.repeats), known)
 
     def _required_keys(self) -> dict[str, Any]:
-        """Keys of the module file that DeepSpeed asks for, from what the source has."""
+        """Return the keys of the module file that DeepSpeed requires, with the source's values or defaults."""
         extras = self.extras
         steps = extras.get("global_steps", extras.get("iteration"))
         return {
@@ -250,7 +253,7 @@ class _UniversalWriter:
         }
 
     def _lists(self) -> dict[str, Any]:
-        """Shapes and sizes that DeepSpeed keeps in every module file."""
+        """Return the shapes and sizes that DeepSpeed stores in every module file."""
         tensors = self.wanted.tensors
         described = self.described or Described()
         have = {tensor.key.name for tensor in tensors if tensor.key.state == MODEL}
@@ -294,7 +297,8 @@ class _UniversalWriter:
         return composer.file(MODULE_FILE.format(model=0), skeleton)
 
     def _optimizer_state(self) -> TargetFile:
-        """`optimizer_state.pt`: options in both spellings, and the record."""
+        """Return `optimizer_state.pt`: the options under the keys of ZeRO 1 and 2 and under those of 3, and the
+        record."""
         composer = TorchComposer()
         groups = [{**group.options, "params": [i]} for i, group in enumerate(self.groups)]
         own = Options.from_extras(self.extras).rest if HOME in self.extras else {}

@@ -44,16 +44,16 @@ Arrays = Mapping[str, StoredArray]
 
 
 class PlainOptimizer(NamedTuple):
-    """The optimizer of a job without ZeRO."""
+    """The optimizer of a job without ZeRO, under the parameters' names."""
 
-    tensors: dict[TensorKey, LogicalTensor]  # of the optimizer
-    options: Options | None  # None without one
+    tensors: dict[TensorKey, LogicalTensor]  # the optimizer's states
+    options: Options | None  # None without an optimizer
     stages: list[list[list[str]]]  # names of each stage's groups
     notes: list[Note]
 
 
 class _StateEntry(NamedTuple):
-    """A tensor of an optimizer: of parameter `number` (counted over all stages)."""
+    """A tensor of an optimizer, with the number of its parameter (counted over all stages)."""
 
     number: int
     state: str
@@ -61,17 +61,25 @@ class _StateEntry(NamedTuple):
 
 
 class _FileOptimizer(NamedTuple):
-    """One file's optimizer."""
+    """The optimizer in one file."""
 
-    groups: list[dict[str, Any]]  # `params` are numbers, from `_part`'s start on
+    groups: list[dict[str, Any]]  # `params` are numbers that begin at `_part`'s start
     entries: list[_StateEntry]
-    wrapper: dict[str, Any]  # of DeepSpeed's 16-bit one
+    wrapper: dict[str, Any]  # values of DeepSpeed's 16-bit wrapper
 
 
 def of_modules(files: Sequence[ModuleFile], model: Arrays) -> PlainOptimizer:
-    """The optimizers of the module files, one a stage. model: the module's parameters in order, buffers left out. Takes
-    the optimizer out of the files' values. Raises InputError E0356 for wrappers without names and stages that can't be
-    named."""
+    """Return the optimizer of a job that has it in its module files, one for each pipeline stage.
+
+    The optimizer is removed from the files' values.
+
+    Args:
+        files: of all stages.
+        model: the module's parameters in order, without buffers.
+
+    Raises:
+        InputError: E0356, a wrapper without names, or stages whose parameters can't be named.
+    """
     parts: list[_FileOptimizer] = []
     for file in files:
         parts.append(_part(file, sum(len(group["params"]) for part in parts for group in part.groups)))
@@ -118,9 +126,19 @@ def of_modules(files: Sequence[ModuleFile], model: Arrays) -> PlainOptimizer:
 
 
 def of_experts(files: Mapping[int, ModuleFile], dense: Arrays, experts: Arrays, shown: str) -> PlainOptimizer:
-    """The optimizers of all expert ranks. files: by expert rank. experts: global names in the order of layers, experts
-    and parts. Raises Incomplete E0302, InconsistentCheckpoint E0359, InputError E0356 where the numbers can't be
-    named."""
+    """Return the optimizer of a job that has a file for each expert rank.
+
+    Args:
+        files: by expert rank.
+        dense: the dense parameters.
+        experts: by global name, in the order of layers, experts and parts.
+        shown: the checkpoint's path, for messages.
+
+    Raises:
+        Incomplete: E0302, files of expert ranks are missing.
+        InconsistentCheckpoint: E0359, ranks contradict each other.
+        InputError: E0356, the parameters can't be named.
+    """
     parts = {rank: _part(file) for rank, file in sorted(files.items())}
     group_names = [str(group.get("name")) for part in parts.values() for group in part.groups]
     stated_sizes = [int(match[1]) for match in map(_SIZE.fullmatch, group_names) if match]
@@ -165,7 +183,7 @@ def of_experts(files: Mapping[int, ModuleFile], dense: Arrays, experts: Arrays, 
 
 
 def _names(part: _FileOptimizer, dense: Arrays, experts: Arrays, path: str) -> dict[int, str]:
-    """Number -> name of one expert rank's optimizer."""
+    """Return {number: name} for the parameters of one expert rank's optimizer."""
     out: dict[int, str] = {}
     for moe, arrays in ((False, dense), (True, experts)):
         mine = [group for group in part.groups if bool(group.get("moe")) is moe]
@@ -187,7 +205,7 @@ def _align(groups: Sequence[Mapping[str, Any]], entries: Sequence[_StateEntry], 
 
 
 def _tensors(held: Mapping[TensorKey, Sequence[StoredArray]], shown: str) -> dict[TensorKey, LogicalTensor]:
-    """The states, fp32 weights first; several arrays of one are copies of expert ranks."""
+    """Return the states, fp32 weights first; several arrays of one state are the copies of expert ranks."""
     tensors = {}
     for key in sorted(held, key=lambda key: key.state != MASTER):
         first = held[key][0]
@@ -217,7 +235,10 @@ def _bare(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _part(file: ModuleFile, start: int = 0) -> _FileOptimizer:
-    """The optimizer of one file, taken out of its values. Raises InputError E0356 for the fused wrapper."""
+    """Return the optimizer of one file, and remove it from the file's values.
+
+    start: the number of the first parameter. Raises InputError E0356 for the fused wrapper.
+    """
     values = file.values.pop("optimizer", None)
     if not isinstance(values, dict):
         return _FileOptimizer([], [], {})
@@ -249,7 +270,7 @@ def _part(file: ModuleFile, start: int = 0) -> _FileOptimizer:
 def _entry(
     path: Path, array: StoredArray, numbers: Mapping[int, int], groups: Sequence[Mapping[str, Any]], shown: str
 ) -> _StateEntry:
-    """A state, or an fp32 weight."""
+    """Return one tensor of the optimizer: a state, or an fp32 weight. Raises InputError E0356 for any other."""
     if path[-3:-2] == ("state",) and path[-2] in numbers:
         return _StateEntry(numbers[int(path[-2])], str(path[-1]), array)
     params = groups[int(path[2])]["params"] if _index(path, 2, len(groups)) else []
@@ -259,13 +280,16 @@ def _entry(
 
 
 def _index(path: Path, at: int, count: int) -> bool:
-    """Is step `at` of the path a number below `count`?"""
+    """Return whether element `at` of the path is an integer below `count`."""
     step = path[at] if len(path) > at else None
     return type(step) is int and 0 <= step < count
 
 
 def _check(entries: Sequence[_StateEntry], path: str) -> None:
-    """The fp32 weight and the moments of a parameter have one shape, and all parameters have a weight or none."""
+    """Raise InconsistentCheckpoint E0359 unless a parameter's fp32 weight and moments have one shape.
+
+    Either all parameters must have an fp32 weight, or none.
+    """
     shapes: dict[int, tuple[int, ...]] = {}
     masters = {entry.number for entry in entries if entry.state == MASTER}
     for entry in entries:

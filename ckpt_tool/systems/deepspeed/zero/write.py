@@ -148,7 +148,7 @@ class _ZeroWriter:
             fragments = ((name, self._compose_fragment(composer, name, data)) for name in self.frozen)
             skeleton["frozen_param_fragments"] = OrderedMap(fragments)
 
-        # What else the source's module holds (extra states) is kept.
+        # Other values of the source's module (extra states) are kept.
         source_module = layout.extras.get("module")
         if isinstance(source_module, Mapping) and skeleton["module"] is not None:
             skeleton["module"] |= {key: item for key, item in source_module.items() if key not in skeleton["module"]}
@@ -159,7 +159,10 @@ class _ZeroWriter:
         return self.layout.wanted.tensors[self.layout.rows[TensorKey(name, MODEL)]].shape
 
     def _compose_module_tensors(self, composer: TorchComposer) -> dict[str, TensorRef]:
-        """What the module stores whole: everything but experts; at stage 3 buffers alone."""
+        """Return the tensors that the module stores whole: all except experts, and at stage 3 except frozen parameters.
+
+        Trained parameters are no part of the model at stage 3.
+        """
         names = [name for name in self.model if expert_name_of(name) is None]
         if self.layout.stage == 3:
             frozen = set(self.frozen)
@@ -167,7 +170,7 @@ class _ZeroWriter:
         return {name: self._compose_whole(composer, name, MODEL) for name in names}
 
     def _order_module(self, composer: TorchComposer, refs: Mapping[str, TensorRef]) -> OrderedMap:
-        """`module` in the module's own order, with placeholders at stage 3."""
+        """Return `module` in the module's own order, with placeholders at stage 3."""
         layout = self.layout
         module = OrderedMap()
         placeholder_names = {*self.trained, *self.frozen} if layout.stage == 3 else set()
@@ -198,13 +201,13 @@ class _ZeroWriter:
         return shapes
 
     def _compose_fragment(self, composer: TorchComposer, name: str, data: int) -> TensorRef:
-        """A rank's share of a frozen parameter."""
+        """Return a rank's share of a frozen parameter."""
         row = self.layout.rows[TensorKey(name, MODEL)]
         line, size = shares({name: self._shape(name)}, self.layout.dp, data)
         return composer.tensor((size,), self.layout.wanted.tensors[row].dtype, self._storage_parts(line, MODEL))
 
     def _plain_values(self) -> dict[str, Any]:
-        """Counters, sizes, configuration, then the client's state."""
+        """Return the values of the module file: counters, sizes and configuration, then the client's state."""
         layout = self.layout
         extras = self.layout.extras
         values: dict[str, Any] = {key: extras.get(key) for key in _KNOWN}
@@ -224,7 +227,7 @@ class _ZeroWriter:
         return values | {key: item for key, item in extras.items() if key not in reserved_keys}
 
     def _update_config(self) -> dict[str, Any]:
-        """The source's configuration with the stage that is written."""
+        """Return the source's configuration with the new ZeRO stage."""
         config = self.layout.extras.get("ds_config")
         config = config if isinstance(config, Mapping) else {}
         zero = config.get("zero_optimization")
@@ -232,7 +235,10 @@ class _ZeroWriter:
         return {**config, "zero_optimization": {**zero, "stage": self.layout.stage}}
 
     def _compose_client_state(self, composer: TorchComposer) -> Iterator[tuple[Path, TensorRef]]:
-        """Tensors of the client's state at their own places; averages under `ema`."""
+        """Yield (path, tensor) of the client's state; averages are under `ema`.
+
+        Tensors that DeepSpeed must not load (random states of other ranks) are put under a key that it ignores.
+        """
         layout = self.layout
         is_deepspeed = layout.wanted.source_format == "deepspeed"
         source_unused = layout.extras.get(UNUSED)
@@ -248,7 +254,7 @@ class _ZeroWriter:
                 yield path, self._compose_whole(composer, tensor.key.name, EXTRAS)
 
     def _layer_files(self) -> Iterator[TargetFile]:
-        """Layer files: their names are global, so every stage finds its own."""
+        """Yield the layer files, which do not depend on the stages: each stage reads the files of its layers."""
         described = self.layout.described
         model_names = set(self.model)
         names_by_layer: dict[int, list[tuple[str, str]]] = {}
@@ -261,7 +267,7 @@ class _ZeroWriter:
             yield composer.file(files.LAYER.format(layer=index), state)
 
     def _expert_files(self) -> Iterator[TargetFile]:
-        """A file for each expert of each MoE layer."""
+        """Yield a file for each expert of each MoE layer."""
         names_by_expert: dict[tuple[int, int], list[str]] = {}
         numbers = {prefix: number for number, prefix in enumerate(self.layers)}
         for name in self.model:
@@ -276,8 +282,11 @@ class _ZeroWriter:
     # -- the optimizer -------------------------------------------------------------------------------------------------
 
     def _plain_optimizer(self, composer: TorchComposer, model: int, expert: int = 0) -> dict[str, Any] | None:
-        """Without ZeRO: the optimizer of a stage and expert rank as torch has it, with the parameters' names next to
-        their numbers; in DeepSpeed's 16-bit wrapper where the source had one."""
+        """Return the optimizer of a stage and expert rank without ZeRO, as torch stores it; None without parameters.
+
+        Groups list the parameters' names in addition to their numbers. If the source had DeepSpeed's 16-bit wrapper, or
+        there are fp32 masters, the optimizer is put into that wrapper.
+        """
         layout = self.layout
         numbers: dict[str, int] = {}
         groups = []
@@ -307,7 +316,8 @@ class _ZeroWriter:
         return {**(wrapper or {}), "optimizer_state_dict": inner, "fp32_groups": masters}
 
     def _optimizer_file(self, name: str, job: ZeroJob, data: int, model: int) -> TargetFile:
-        """A rank's fp32 weights and moments as flat tensors, with what DeepSpeed says of them."""
+        """Return a rank's optimizer file: fp32 weights and moments as flat tensors, with DeepSpeed's values about
+        them."""
         layout = self.layout
         composer = TorchComposer()
         groups = layout.stages[model]
@@ -336,7 +346,8 @@ class _ZeroWriter:
     def _arrange_state(
         self, base: dict[str, Any], flat: list[TensorRef], arrays: Sequence[FlatArray], version: Any
     ) -> dict[str, Any]:
-        """`optimizer_state_dict`, with its keys in the order of each optimizer."""
+        """Return `optimizer_state_dict`, with the keys in the order in which each of DeepSpeed's optimizers writes
+        them."""
         stage = {"zero_stage": Symbol(STAGE, (self.layout.stage,))}
         if self.layout.stage == 3:
             return {
@@ -362,7 +373,7 @@ class _ZeroWriter:
         }
 
     def _other_scalars(self, *keys: str) -> dict[str, Any]:
-        """Scalars of the whole optimizer, as the source has them or DeepSpeed's defaults."""
+        """Return the scalars of the whole optimizer: the source's, or DeepSpeed's defaults."""
         stated = {key: item for key, item in self.options.rest.items() if key not in ("state", "ds_version", WRAPPER)}
         defaults = {"loss_scaler": None, "dynamic_loss_scale": False, "overflow": False}
         scalars = {key: stated.get(key, defaults.get(key)) for key in keys if key in stated or self.layout.stage == 3}
@@ -374,7 +385,7 @@ class _ZeroWriter:
         return scalars
 
     def _compose_moments(self, composer: TorchComposer, group: ZeroGroup, array: FlatArray) -> dict[str, Any]:
-        """The states of one flat group: scalars first, as torch's optimizers make them."""
+        """Return the states of one flat group: scalars first, in the order of torch's optimizers."""
         layout = self.layout
         moments: dict[str, Any] = {}
 
@@ -395,7 +406,7 @@ class _ZeroWriter:
         return moments
 
     def _compose_flat(self, composer: TorchComposer, array: FlatArray, state: str, size: int) -> TensorRef:
-        """A flat tensor of `size` elements with the parts of the parameters in it, zeros between."""
+        """Return a flat tensor of `size` elements with the parts of its parameters, and zeros between them."""
         layout = self.layout
         row = next((layout.rows[TensorKey(name, state)] for name in array.names), None)
         dtype = DTYPES["F32"] if row is None else layout.wanted.tensors[row].dtype
@@ -407,7 +418,7 @@ class _ZeroWriter:
 
 
 def _map_slices(array: FlatArray) -> OrderedMap:
-    """DeepSpeed's record of where each parameter begins in a flat tensor."""
+    """Return `param_slice_mappings` of a flat tensor: DeepSpeed's record of where each parameter begins."""
     addresses = []
     for name, (numel, start) in array.slices().items():
         addresses.append((name, Opaque(_FRAGMENT, (), {"numel": numel, "start": start})))

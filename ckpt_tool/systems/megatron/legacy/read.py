@@ -659,8 +659,7 @@ class _MegatronReading:
 
     @staticmethod
     def _fill_missing_layers(counts: dict[tuple[int, int], int], order: Sequence[tuple[int, int]], layers: int) -> None:
-        """Give the layers that are missing to the stages without a file, so that the stages after them have their own
-        numbers."""
+        """Assign the missing layers to the stages without layers, so that later stages keep their numbers."""
         empty = [place for place in order if not counts.get(place)]
         for number, place in enumerate(empty):
             counts[place] = layers // len(empty) + (number < layers % len(empty))
@@ -669,7 +668,7 @@ class _MegatronReading:
         arrays = [pair for rank in self.ranks for chunk in rank.chunks for pair in chunk]
         shapes = {name: array.shape for name, array in arrays if not is_shapeless(array)}
 
-        # As the names show it; grouped experts have no number in their names.
+        # Names show the number of experts, except for grouped ones, which have no number in their names.
         experts_per_rank = names.experts_count(self.local)
         ep = self.degrees["ep"]
         if not experts_per_rank and self.experts and self.facts.experts:
@@ -696,7 +695,7 @@ class _MegatronReading:
         ).of_shapes(shapes, self.degrees["tp"])
 
     def _vocab_rows(self) -> int | None:
-        """Rows of vocabularies without the zeros that our writer added; None when it added none."""
+        """Return the rows of vocabularies without the zero rows that our writer added, None if it added none."""
         ours = self.first.extras.get(OURS)
         rows = ours.get("vocab_rows") if isinstance(ours, dict) else None
         if type(rows) is not int or rows <= 0:
@@ -705,7 +704,11 @@ class _MegatronReading:
         return rows
 
     def _down_shared(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-        """Are MLA's down projections cut over tensor ranks? By their sizes where the arguments state the whole."""
+        """Return whether MLA's down projections are cut over tensor ranks.
+
+        Their sizes show it if the arguments state the whole size; else they are copies exactly with Transformer
+        Engine's spec, which fused norms show.
+        """
         tp = self.degrees["tp"]
         for name, shape in shapes.items():
             if name.endswith("linear_q_down_proj.weight") and self.facts.q_rank:
@@ -717,7 +720,7 @@ class _MegatronReading:
     # -- tensors -------------------------------------------------------------------------------------------------------
 
     def _add_model(self, rank: _RankFiles, out: Gathering) -> list[RankArray]:
-        """Add all that the rank's model holds to `out`; return the trainable parameters, in order."""
+        """Add the rank's model to `out`, and return its trainable parameters, in order."""
         params = []
         dropped_names = [name for name, value in _plain_entries(rank) if value is not None and not is_extra_state(name)]
 
@@ -754,7 +757,10 @@ class _MegatronReading:
         return params
 
     def _extra_states(self, rank: _RankFiles) -> Iterator[tuple[int, str, Any]]:
-        """(chunk, name, value) of the extra states that are not empty; a uint8 tensor as bytes, another as None."""
+        """Yield (chunk, name, value) of the extra states that are not empty.
+
+        The value of a uint8 tensor is its bytes, that of any other tensor None.
+        """
         plain_chunks = [chunk for name, chunk in rank.extras.items() if _is_chunk(name) and isinstance(chunk, dict)]
         for number, chunk in enumerate(plain_chunks):
             for key, value in chunk.items():
@@ -770,7 +776,7 @@ class _MegatronReading:
                 yield number, name, read_array(self.tree, array) if is_readable else None
 
     def _add_ours(self, rank: _RankFiles, out: Gathering) -> None:
-        """Add what is stored under `ckpt`: further states by the rank's names, and tensors that are whole."""
+        """Add what is stored under our key `ckpt`: more states by the rank's names, and whole tensors."""
         for leaf, array in rank.ours:
             match leaf:
                 case ("states", int(chunk), str(state), str(name)) if chunk < len(rank.chunks):
@@ -808,8 +814,10 @@ class _MegatronReading:
             optimizer.add_flat(content.leaves)
 
     def _add_shares(self, rank: _RankFiles, params: list[RankArray], out: Gathering) -> None:
-        """Add what the data ranks of a layer-wise optimizer wrote next to a rank's model file. The optimizer in the
-        model file is one of their shares again."""
+        """Add the shares of a layer-wise optimizer that data ranks wrote next to the model file.
+
+        The optimizer in the model file repeats one of these shares, so it is not read.
+        """
         for share in shares_beside(rank.path, rank.where, self.degrees, self.optims, self.tree):
             path = self.tree.display(share.file)
             content = self.optims[share.file]
@@ -821,7 +829,7 @@ class _MegatronReading:
             self.globals.update(dict.fromkeys(content.globals))
 
     def _check_steps(self) -> None:
-        """Raise InconsistentCheckpoint E0379 when groups or ranks count other steps."""
+        """Raise InconsistentCheckpoint E0379 if groups or ranks have different step counters."""
         path_by_step: dict[float, str] = {}
         for rank in self.ranks:
             for optimizer in chained(rank.extras.get("optimizer")):
@@ -861,7 +869,7 @@ class _MegatronReading:
         return extras
 
     def _read_rng(self) -> dict[str, Any]:
-        """RNG states by folder: {"mp_rank_00": [{...}]}, tensors as bytes."""
+        """Return the RNG states by folder: {"mp_rank_00": [{...}]}, with tensors as bytes."""
         if len(self.ranks) > RNG_RANKS:
             self.notes.append(Note("N0302", f"RNG states of {len(self.ranks)} ranks are not read", self.first.path))
             return {}
@@ -914,7 +922,7 @@ class _MegatronReading:
 
 
 def _half_precision(arrays: Iterable[RankArray]) -> list[RankArray]:
-    """Those that have an fp32 master."""
+    """Return the arrays that have an fp32 master, in their order."""
     return [array for array in arrays if array.dtype.bits == 16]
 
 
@@ -932,7 +940,10 @@ def _rank_number(rank: _RankFiles) -> int | None:
 
 
 def _guess_degrees(folders: Mapping[str, tuple[int, ...]], ranks: Iterable[_RankFiles]) -> dict[str, int]:
-    """Degrees from the folders' names, where no arguments state them: two numbers mean stages."""
+    """Return the degrees that the folders' names show, for a checkpoint without arguments.
+
+    A second number in a name counts as the pipeline stage.
+    """
     numbers = list(folders.values())
     degrees = dict.fromkeys(("pp", "vpp", "ep", "dp", "cp"), 1)
     degrees["tp"] = degrees["etp"] = max(n[0] for n in numbers) + 1

@@ -36,7 +36,8 @@ from ckpt_tool.systems.megatron.stored_names import ROOT
 _EMBEDDING = re.compile(rf"{ROOT}embedding\.word_embeddings\.weight")
 _AHEAD = re.compile(rf"{ROOT}mtp\.layers\.(\d+)\.")
 _MULTIPLE = 128  # Megatron's own default of make_vocab_size_divisible_by
-# What load_args_from_checkpoint leaves to the command line: argument -> the flag, where it is not Megatron's default
+# Arguments that `load_args_from_checkpoint` does not take from a checkpoint -> (Megatron's default, the flag to give if
+# the model's value differs from it).
 _FLAGS: Mapping[str, tuple[Any, str]] = {
     "layernorm_epsilon": (1e-5, "--norm-epsilon {}"),
     "qk_layernorm": (False, "--qk-layernorm"),
@@ -87,14 +88,17 @@ _FLAGS: Mapping[str, tuple[Any, str]] = {
 
 
 def with_arguments(wanted: Wanted, chosen: Chosen, fmt: Format) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """(extras with `args`, what to say of them) for an output under Megatron's names; the extras as they are elsewhere,
-    where the source has arguments already, and where nothing states the config."""
+    """Return (extras with `args`, notes) for an output under Megatron's names.
+
+    The extras are unchanged if the output has other names, if they have arguments already, or if nothing states the
+    model's config.
+    """
     extras = wanted.extras
     if chosen.dialect_in(fmt) != "megatron" or "args" in extras:
         return extras, ()
     opened = chosen.sources[0]
     known = model_arguments(opened)
-    if known:  # left behind with the extras: the model's own travel with the model
+    if known:  # the user dropped the extras, but the model's arguments belong to the model
         args: dict[str, Any] = dict(known)
         return {**extras, "args": Opaque("argparse.Namespace", (), args)}, ()
     config = chosen.config
@@ -122,7 +126,7 @@ def with_arguments(wanted: Wanted, chosen: Chosen, fmt: Format) -> tuple[Mapping
 
 
 def _complete_by_tensors(args: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
-    """The arguments with what the tensors and the options say: dtype, vocabulary, MTP layers, the spec."""
+    """Return the arguments, completed from the tensors and the options: dtype, vocabulary, MTP layers, the spec."""
     from ckpt_tool.families.config.translation import set_mtp_layers
 
     out = dict(args)
@@ -150,8 +154,9 @@ def _complete_by_tensors(args: Mapping[str, Any], wanted: Wanted) -> dict[str, A
 
 
 def vocabulary_multiple(rows: int, tp: int) -> int:
-    """The largest power of two up to 128 whose multiple of `tp` divides the rows, so that no padding is needed; 128
-    without.
+    """Return the largest power of two up to 128 with which Megatron would not pad the rows at `tp` ranks.
+
+    128, Megatron's default, if `tp` does not divide the rows.
 
     >>> vocabulary_multiple(32000, 2), vocabulary_multiple(104, 2), vocabulary_multiple(50257, 2)
     (128, 4, 128)
@@ -160,7 +165,8 @@ def vocabulary_multiple(rows: int, tp: int) -> int:
 
 
 def flags_beside(args: Mapping[str, Any]) -> list[str]:
-    """Megatron-LM's flags for what it does not take over from a checkpoint and what is not its default."""
+    """Return the flags of Megatron-LM for values that it does not take from a checkpoint and that are not its
+    defaults."""
     out = []
     latent = args.get("multi_latent_attention")
     scaled = args.get("use_rope_scaling")

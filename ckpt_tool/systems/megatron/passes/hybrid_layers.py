@@ -1,10 +1,10 @@
-"""`--hybrid-layer-pattern`: GPTModel's layers as a HybridModel's, each attention and MLP a layer of its own, and back.
+"""`--hybrid-layer-pattern`: converts a GPTModel to a HybridModel, with a layer for each attention and MLP, and back.
 
     --hybrid-layer-pattern '*-*-'    the output is a HybridModel with these layers
     --hybrid-layer-pattern none      the output is a GPTModel; the source's arguments say the pattern
 
-Only names and arguments change (`systems.megatron.hybrid`). To other dialects a HybridModel goes as the GPTModel that
-it is, so `none` comes before the names, and a pattern behind them. Cost: none. What it does not do: make layers.
+Only names and arguments change (`systems.megatron.hybrid`). For other dialects a HybridModel must be a GPTModel first,
+so `none` runs before names are translated, and a pattern after that. Cost: none. What it does not do: make layers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MEGATRON = "megatron"
 
 
 def as_gpt(chosen: Chosen, job: Conversion) -> Chosen:
-    """`--hybrid-layer-pattern none`: a HybridModel of Megatron's as a GPTModel. Raises UsageError E2792."""
+    """Convert a HybridModel to a GPTModel (`--hybrid-layer-pattern none`). Raises UsageError E2792."""
     if job.writing.of(MegatronOptions).hybrid_layer_pattern != NONE:
         return chosen
     _refuse_others(chosen, "the source", _dialect(chosen))
@@ -47,7 +47,7 @@ def as_gpt(chosen: Chosen, job: Conversion) -> Chosen:
 
 
 def as_hybrid(chosen: Chosen, job: Conversion) -> Chosen:
-    """`--hybrid-layer-pattern PATTERN`: a GPTModel as a HybridModel with these layers. Raises UsageError E2792."""
+    """Convert a GPTModel to a HybridModel (`--hybrid-layer-pattern PATTERN`). Raises UsageError E2792."""
     pattern = job.writing.of(MegatronOptions).hybrid_layer_pattern
     if pattern in (None, NONE):
         return chosen
@@ -129,7 +129,7 @@ def _rename_row(row: Stored, names: Mapping[str, str]) -> Stored:
 
 
 def _is_in_order(letters: str) -> bool:
-    """Does each attention come before its MLP, and that before the next attention?"""
+    """Return whether attentions and MLPs alternate, as in a GPTModel; else the layers run in another order."""
     plain = letters.replace(hybrid.MIXER, "").replace(hybrid.EXPERTS, hybrid.DENSE)
     return plain == (hybrid.ATTENTION + hybrid.DENSE) * (len(plain) // 2)
 
@@ -140,8 +140,10 @@ def _add_args(extras: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, A
 
 
 def _sources(chosen: Chosen, said: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The sources, the first with the arguments of what it is now: the model's config is derived from them, and the
-    output's arguments where the extras stay behind."""
+    """Return the sources, the first with the new arguments.
+
+    The model's config is derived from them, and so are the output's arguments if the extras are dropped.
+    """
     first = chosen.sources[0]
     catalog = replace(first.catalog, extras=_add_args(first.catalog.extras, said))
     return (first._replace(catalog=catalog), *chosen.sources[1:])
