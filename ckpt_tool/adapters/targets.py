@@ -1,4 +1,4 @@
-"""An adapter against its base: which tensor each part of it changes, and every reason why it can't.
+"""Matches an adapter with its base: which tensor each part of it changes, and every reason why it can't.
 
     base       model.layers.0.self_attn.q_proj.weight (24, 20)
     adapter    ....q_proj.lora_A.weight (4, 20), ....q_proj.lora_B.weight (24, 4)
@@ -95,15 +95,15 @@ class Matched(NamedTuple):
 
     changes: Mapping[str, list[Change]]  # base tensor -> what the adapter does to it
     faults: tuple[str, ...]  # one line each
-    missing: tuple[str, ...]  # base tensors that it asks for
+    missing: tuple[str, ...]  # tensors that the adapter changes and the base lacks
     notes: tuple[str, ...]
-    absent: tuple[str, ...] = ()  # what its config names and it lacks
+    absent: tuple[str, ...] = ()  # what the adapter's config names and its file lacks
 
 
 def match(
     tensors: Iterable[LogicalTensor], base: Mapping[str, LogicalTensor], settings: Settings, config: Mapping[str, Any]
 ) -> Matched:
-    """The adapter's `tensors` against the `base` (name -> tensor, under the adapter's dialect). config: the base's."""
+    """Match the adapter's `tensors` with the `base` (name -> tensor, in the adapter's dialect). config: the base's."""
     return _Matching(tensors, base, settings, config).matched()
 
 
@@ -130,13 +130,13 @@ class _Matching:
         self.parts: dict[tuple[str, int], dict[str, LogicalTensor]] = {}
         self.whole: dict[str, LogicalTensor] = {}
         self.own: dict[str, str] = {}  # module of the base -> what the adapter's config calls it
-        self.turned: dict[str, set[bool]] = {}  # by a module's last name, of weights that are not square
+        self.turned: dict[str, set[bool]] = {}  # module's last name -> orientations of its weights that are not square
         found = [(tensor, part_of(tensor.key.name)) for tensor in tensors]
         self._assign_modules([(tensor, part) for tensor, part in found if part is not None])
         self.faults += [f"{tensor.key.name}: no name that PEFT's LoRA writes" for tensor, part in found if part is None]
 
     def _assign_modules(self, found: Sequence[tuple[LogicalTensor, AdapterPart]]) -> None:
-        """The parts by the base's modules."""
+        """Sort the adapter's tensors by the modules of the base."""
         known = {name.rpartition(".")[0] for name in self.base}
         modules = dict.fromkeys(
             part.module.rpartition(".")[0] if part.kind == WHOLE else part.module for _, part in found
@@ -145,7 +145,7 @@ class _Matching:
         if root.old != root.new:
             self.notes.append(f"the adapter's modules {root.old}* are {root.new}* of the base")
 
-        # What the one root does not reach is in another tower of the model, which begins in its own way.
+        # Modules that are not below the common root belong to another tower of the model, which has a root of its own.
         towers = Towers((*known, *self.base))
         elsewhere: list[tuple[str, str]] = []
         for tensor, part in found:
@@ -192,7 +192,7 @@ class _Matching:
         return Matched(self.changes, tuple(self.faults), tuple(self.missing), tuple(self.notes), tuple(lacks))
 
     def _match_lists(self) -> None:
-        """Experts that are modules in a list, and one tensor of the base: their pairs as one."""
+        """Stack the pairs of experts that are modules of a list in the adapter and one tensor in the base."""
         lists: dict[str, dict[int, tuple[str, int]]] = {}
         for module, level in self.parts:
             found = find_list(module, self.base)
@@ -313,7 +313,8 @@ class _Matching:
                 self._match_bias(f"{module}.bias", row[BIAS], low.scaling)
 
     def _is_stored_transposed(self, module: str) -> bool:
-        """A square weight: as those of its name in other places, as all others, as the config says."""
+        """Is a square weight stored transposed? Its shape does not show it, so weights of the same name in other layers
+        decide, else all other weights, else the config."""
         own = self.turned.get(module.rpartition(".")[2], set())
         every = set().union(*self.turned.values())
         for votes in (own, every):

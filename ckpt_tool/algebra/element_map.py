@@ -1,4 +1,4 @@
-"""Element maps: the closed set of invertible changes of value that an equation may ask for.
+"""Element maps: the invertible changes of values that an equation may contain, a closed set.
 
     decoder.final_layernorm.weight : h = model.norm.weight : h * add(1)
     decoder.layers_{i}.self_attention.query.kernel : h g d
@@ -8,7 +8,7 @@ says that Megatron's norm is Hugging Face's plus one (zero-centred against plain
 Face's times fp32(1 / sqrt(d)), in fp32. An argument is a number, or an axis: its size. Each map has an exact inverse
 as a formula; in floating point `x + 1 - 1` may round, which is why a rule without maps moves bits and one with maps is
 named in the report. A map changes values, not gradients: the plan applies it to the states that hold the parameter
-itself (`model`, `master`, `ema`). Moments go with `add` as they are, and with no other.
+itself (`model`, `master`, `ema`). An optimizer's moments stay valid under `add`, and under no other map.
 
 A new map is one row of `_KINDS`. What it does not do: dequantise (one-way, elsewhere), or act on anything but a value.
 """
@@ -27,13 +27,13 @@ Number = int | float
 
 
 class _MapKind(NamedTuple):
-    """A kind of map, of one argument."""
+    """A kind of map, which has one argument."""
 
     act: Callable[[Any, Any], Any]  # (value, argument) -> the mapped value
-    undone: Callable[[Any], tuple[str, Any]]  # argument -> (kind, argument) of the map that undoes it
-    says: str  # what happens, in words of the report; {n} tensors
-    moments: bool = False  # do an optimizer's moments go with it as they are?
-    wide: bool = False  # is the result of what has fewer bits than fp32 kept in fp32, not rounded back?
+    undone: Callable[[Any], tuple[str, Any]]  # argument -> (kind, argument) of the inverse map
+    says: str  # a sentence for the report; {n} is the number of tensors
+    moments: bool = False  # do an optimizer's moments stay valid?
+    wide: bool = False  # are results for dtypes of less than 32 bits kept in fp32, not rounded back?
 
 
 _SCALED = "{n} embeddings are multiplied by the root of their width, in fp32"
@@ -94,7 +94,7 @@ class ElementMap(NamedTuple):
 
     @property
     def undone(self) -> ElementMap:
-        """The map that undoes it."""
+        """The inverse map."""
         return ElementMap(*_KINDS[self.kind].undone(self.by))
 
     def says(self, n: int) -> str:
@@ -103,16 +103,16 @@ class ElementMap(NamedTuple):
 
     @property
     def moments(self) -> bool:
-        """Do an optimizer's moments go with it as they are?"""
+        """Do an optimizer's moments stay valid under the map?"""
         return _KINDS[self.kind].moments
 
     @property
     def wide(self) -> bool:
-        """Is the result of what has fewer bits than fp32 kept in that?"""
+        """Are results for dtypes of less than 32 bits kept in fp32?"""
         return _KINDS[self.kind].wide
 
     def at(self, size: Callable[[str], int]) -> ElementMap:
-        """The same with an axis's size for the axis."""
+        """The map with the axis's size in place of the axis."""
         return ElementMap(self.kind, size(self.by)) if isinstance(self.by, str) else self
 
 
@@ -136,7 +136,8 @@ def inverse(maps: Iterable[ElementMap]) -> tuple[ElementMap, ...]:
 
 
 def joined(*chains: Iterable[ElementMap]) -> tuple[ElementMap, ...]:
-    """Chains one after the other; what is undone at once is left out, and numbers added in a row are one.
+    """The chains one after the other, simplified: a map followed by its inverse is left out, and successive additions
+    are one.
 
     >>> joined([ElementMap("over_root", 8)], [ElementMap("times_root", 8), ElementMap("add", 1), ElementMap("add", 2)])
     (ElementMap(kind='add', by=3),)

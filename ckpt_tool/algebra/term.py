@@ -1,4 +1,4 @@
-"""Term: a name and its pattern, one entry of a side of an equation.
+"""Term: a name and its pattern, one entry on one side of an equation.
 
     model.layers.{i}.self_attn.<q|k|v>_proj.weight : (g r d) h, (g d) h, (g d) h
 
@@ -36,14 +36,14 @@ class Name:
     text: str
     form: str  # `%d` for each of `indices`
     indices: tuple[Expression, ...]
-    axes: tuple[str, ...]  # the rule's axes that the indices ask for
+    axes: tuple[str, ...]  # the rule's axes that occur in the indices
     plain: bool = field(init=False, compare=False)  # is every index an axis itself?
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "plain", self.axes == tuple(index.text for index in self.indices))
 
     def at(self, values: Sequence[int], names: Config) -> str:
-        """The name where `axes` have `values`; `names` answers for what else the indices ask."""
+        """The name for these values of `axes`; `names` has the values of everything else in the indices."""
         if self.plain:
             return self.form % tuple(values)
         known = ChainMap(dict(zip(self.axes, values, strict=True)), names)  # type: ignore[arg-type]
@@ -103,7 +103,7 @@ def name_of(text: str, axes: frozenset[str]) -> Name:
 
 
 def axes_of(body: str) -> frozenset[str]:
-    """The rule's axes: every word of a pattern, every index that is a word by itself."""
+    """The rule's axes: every word in a pattern, and every index that is a single word."""
     patterns = [part.partition(":")[2] for part in re.split("[;=]", body)]
     words = {word for text in patterns for word in _WORD.findall(text.split("*")[0])}
     return frozenset(words | {index.strip() for index in _INDEX.findall(body) if _WORD.fullmatch(index.strip())})

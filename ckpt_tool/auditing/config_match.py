@@ -99,7 +99,7 @@ def _vocabulary(subject: Subject) -> Iterator[FoundFault]:
 
 
 def _token_numbers(subject: Subject) -> Iterator[tuple[int, str]]:
-    """(the highest number of a token, the file that has it), of each tokenizer file."""
+    """(the highest number of a token, the file), for each tokenizer file that can be read."""
     for file in (_TOKENIZER, _ADDED):
         tree = tree_of(subject.opened, file)
         if tree is None or tree.single is not None or tree.size(file) > _TOKENIZER_LIMIT:

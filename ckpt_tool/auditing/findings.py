@@ -35,6 +35,7 @@ DTYPE = "A0302"
 WORDS = "A0401"
 QUANTISED = "A0501"
 EXPORTER = "A0901"
+# Codes that are less than an error.
 _SEVERITIES: Mapping[str, Severity] = {
     SURPLUS: "warning",
     OUTSIDE: "warning",
@@ -52,14 +53,14 @@ class FoundFault(NamedTuple):
 
     code: str
     message: str
-    tensor: str | None = None  # where; None where it is about the whole
-    file: str | None = None  # where; None where it is about the whole
-    do: str = ""  # what to do, where there is more to say than the catalogue does
-    seen: tuple[tuple[str, str], ...] = ()  # (name, address) of the reports of an exporter that does this
+    tensor: str | None = None  # the tensor at fault; None if the finding is about the model
+    file: str | None = None  # the file at fault; None if the finding is about the model
+    do: str = ""  # what to do; "": what the catalogue says for the code
+    seen: tuple[tuple[str, str], ...] = ()  # (name, URL) of reports on exporters with this fault
 
 
 def rows_of(findings: Iterable[FoundFault]) -> list[dict[str, Any]]:
-    """The findings as the document lists them, the worst first. `catalogue` is read where there are any."""
+    """The findings as the document lists them: known faults of exporters first, then by severity."""
     rows = []
     for finding in findings:
         entry = catalogue().get(finding.code)

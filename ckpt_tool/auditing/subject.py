@@ -1,7 +1,7 @@
 """The subject of an audit: an open checkpoint, its config, and the family with whose rules it is compared.
 
-The parameters are those of the model, or the fp32 masters where a job keeps no others (ZeRO 3). Where no family is
-known by config and names, the rules are left out, and the report says so.
+The parameters are those of the model, or the fp32 masters if a job keeps no others (ZeRO 3). If neither config nor
+names identify a family, its rules are not checked, and the report says so.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Shape = tuple[int, ...]
 
 
 class Subject(NamedTuple):
-    """A checkpoint as its audit sees it."""
+    """A checkpoint with everything that the checks of an audit need to know."""
 
     opened: Opened
     model: ModelConfig
@@ -38,18 +38,18 @@ class Subject(NamedTuple):
     quantised: Quantised  # which weights are quantised
     state: str  # the state that `kinds` lists
     found: FamilyMatch | None
-    why: str  # why no family is known, where none is
-    arguments: Mapping[str, Any]  # the config in Megatron's words, {} where it says too little
-    asked: bool = False  # by --family
+    why: str  # why no family is known, "" if one is
+    arguments: Mapping[str, Any]  # the config as Megatron's arguments, {} if it is not sufficient for them
+    asked: bool = False  # was the family given by --family?
 
     @property
     def sure(self) -> bool:
-        """Does a config of the model itself, or the user, say which family it is? What is made of a job's arguments, or
-        known by names alone, may be another that is near."""
+        """Is the family given by the model's own config or by the user? If it is derived from a job's arguments or from
+        names alone, it may be a similar one."""
         return self.found is not None and (self.asked or (self.model.config is not None and not self.model.derived))
 
     def ruled(self, name: str) -> bool:
-        """Does a rule of the family name it? True where no family is known."""
+        """Does a rule of the family include this name? True if no family is known."""
         return self.found is None or self.found.family.table(self.found.dialect).knows(name)
 
     @property
@@ -64,17 +64,18 @@ class Subject(NamedTuple):
 
     @property
     def tensors(self) -> ModelTensors:
-        """The parameters, as the checks that conversions share take them."""
+        """The parameters in the form that the checks shared with conversions expect."""
         return ModelTensors(self.kinds, self.quantised, self.weights)
 
     @property
     def whole(self) -> bool:
-        """Is it a model, and no adapter?"""
+        """Is it a complete model, not an adapter?"""
         return not self.opened.format.holds.adapter and not any("lora_" in name for name in self.kinds)
 
 
 def subject_of(opened: Opened, reading: Reading) -> Subject:
-    """Raises UsageError (a config that can't be read, `--family` that there is not)."""
+    """The subject of an audit of an open checkpoint. Raises UsageError for a config that can't be read, and for a
+    `--family` that does not exist."""
     model = config_of(opened, reading)
     rows = list(opened.catalog.rows())
     state = MODEL if any(row.state == MODEL for row in rows) else MASTER
@@ -83,7 +84,7 @@ def subject_of(opened: Opened, reading: Reading) -> Subject:
     match, reason = _family(opened, model, tensors.weights, reading)
     try:
         arguments = megatron_args(model.config).config if model.config else {}
-    except CkptError:  # a config of which nothing is known
+    except CkptError:  # a config that no family knows has no arguments
         arguments = {}
     asked = reading.family is not None
     return Subject(opened, model, kinds, tensors.weights, tensors.quantised, state, match, reason, arguments, asked)
@@ -92,6 +93,7 @@ def subject_of(opened: Opened, reading: Reading) -> Subject:
 def _family(
     opened: Opened, model: ModelConfig, kinds: Mapping[str, TensorKind], reading: Reading
 ) -> tuple[FamilyMatch | None, str]:
+    """The family and "", or None and the reason why none is known."""
     if model.foreign is not None and reading.family is None:
         return None, model.foreign.message
     format_dialect = opened.catalog.hints.dialect

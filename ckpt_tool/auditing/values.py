@@ -1,12 +1,13 @@
-"""What the values show: copies, zeros, constants, NaN, heads that are no copies.
+"""Findings from values: copies, zeros, constants, NaN, tied heads that differ.
 
-    A0201  a layer whose matrices are, all of them, those of another; an expert that is another one
-    A0202  a matrix of zeros; a vector of zeros where the same of other layers is none
+    A0201  a layer with exactly the matrices of another layer; an expert that equals another
+    A0202  a matrix of zeros; a vector of zeros, if the same vector of other layers is not zero
     A0203  the same with another constant
     A0204  NaN or an infinity in a weight
-    A0301  a head that the config ties to the embedding and that is no copy of it
+    A0301  a head that the config ties to the embedding but that is no copy of it
 
-What is alike in every layer is how a model begins, and no fault: norms of ones, biases of zeros, tables of angles.
+A constant that is the same in every layer is an initial value and no fault: norms of ones, biases of zeros, tables of
+angles.
 Cost: two passes over the values (digests, then sums); `head_differs` reads some rows. What it does not do: compare with
 another checkpoint (`ckpt diff`).
 """
@@ -27,16 +28,18 @@ from ckpt_tool.core.tensor import TensorKey
 from ckpt_tool.families.table import form_of
 from ckpt_tool.weight_schemes.quantised_weights import part_of
 
-_LEAST = 64  # elements of a tensor that are no coincidence
+_LEAST = 64  # elements; smaller tensors may be equal or constant by coincidence
 _LAYER = re.compile(r"^(.*?(?:^|\.)(?:layers|h|blocks|block)\.)(\d{1,9})(\..*)$")
 _EXPERT = re.compile(r"^(.*\.experts\.)(\d{1,9})(\..*)$")
+# Buffers such as masks, which may be constant or infinite.
 _MASKS = (".bias", "mask", "inv_freq", "masked_bias", "position_ids", "relative_position_index")
+# Adapters begin with zeros here, so that they change nothing at first.
 _BEGUN_AT_ZERO = ("lora_B", "lora_embedding_B")
 _SHOWN = 100
 
 
 def head_differs(subject: Subject) -> Iterator[FoundFault]:
-    """By some rows of each, so that it may be asked without reading all."""
+    """The finding that a tied head differs from the embedding. Compares some rows only, so it costs no full read."""
     pair = pair_of(subject.kinds)
     if pair is None or subject.config.get(TIED) is not True or not set(pair) <= subject.kinds.keys():
         return
@@ -52,7 +55,7 @@ def head_differs(subject: Subject) -> Iterator[FoundFault]:
 
 
 def findings(subject: Subject, progress: Progress) -> Iterator[FoundFault]:
-    """What the values show: copies, zeros, constants, NaN and Inf, tied heads. One read of the tensors."""
+    """The findings on copies, zeros, constants, NaN and Inf. Reads the tensors once."""
     from ckpt_tool.run.scan import digests_of
     from ckpt_tool.run.stats import Statistics
 
@@ -72,7 +75,7 @@ def findings(subject: Subject, progress: Progress) -> Iterator[FoundFault]:
 
 
 def _copies(subject: Subject, digests: Mapping[str, str], alike: set[str]) -> Iterator[FoundFault]:
-    """Layers whose every matrix is that of another layer, then experts."""
+    """Findings on layers with exactly the matrices of another layer, then on such experts."""
     for pattern, kind in ((_LAYER, "layer"), (_EXPERT, "expert")):
         modules: dict[str, dict[int, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
         for name, digest in digests.items():
@@ -90,6 +93,7 @@ def _copies(subject: Subject, digests: Mapping[str, str], alike: set[str]) -> It
 
 
 def _constants(subject: Subject, sums: Mapping[str, Mapping[str, Any]], alike: set[str]) -> Iterator[FoundFault]:
+    """Findings on constant tensors, unless the same tensor is constant in every layer."""
     forms = Counter(form_of(name)[0] for name in subject.kinds)
     same = Counter(form_of(name)[0] for name in alike)
     for name in sorted(alike):
@@ -109,6 +113,7 @@ def _constants(subject: Subject, sums: Mapping[str, Mapping[str, Any]], alike: s
 
 
 def _not_finite(subject: Subject, sums: Mapping[str, Mapping[str, Any]]) -> Iterator[FoundFault]:
+    """Findings on weights with NaN or infinite values."""
     for name, row in sums.items():
         bad = row["nan"] + row["inf"]
         if bad and not name.endswith(_MASKS):

@@ -1,11 +1,11 @@
-"""Text from a command line (or a Python caller) as numbers, sizes, patterns and names.
+"""Parsers that turn the text of an option (or the value of a Python caller) into numbers, sizes, patterns and names.
 
     >>> size("5GB"), size("64MiB"), words("model, ema")
     (5000000000, 67108864, ('model', 'ema'))
 
-Each function takes what a person wrote, or the value itself, and raises BadValue with what was found and wanted;
-`option_kinds.statement` collects them. Its annotation says what Python callers may give. Nothing here knows which
-option it serves."""
+Each function takes the text, or the value itself, and raises BadValue with what was found and what is wanted;
+`option_kinds.statement` collects the errors. The annotation of the argument says what Python callers may pass. No
+function here knows for which option it is used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, Literal
 from ckpt_tool.errors import UsageError, near_misses
 
 PATTERN_FILE_LIMIT = 16 << 20  # bytes
-# what people call quantised weights where a dtype is asked for
+# Names of quantisation schemes, which people write where a dtype is wanted; they get a hint.
 _QUANTISED = re.compile(r"(?i)(mx|nv)?fp[468]|u?int[48]|nf4|[48]-?bit|w[48]a(8|16)|awq|gptq|bnb|q[2-8]_[0-9k].*")
 _UNITS = {
     "": 1,
@@ -34,7 +34,7 @@ _UNITS = {
 
 
 class BadValue(ValueError):
-    """A value that can't be taken: found and wanted, and what to write instead."""
+    """A value that can't be accepted. The message says what was found and wanted, the hint what to write instead."""
 
     def __init__(self, message: str, *, hint: str | None = None, path: str | None = None) -> None:
         super().__init__(message)
@@ -142,7 +142,7 @@ def size(value: int | str) -> int:
 
 
 def sizes(value: int | str | tuple[int, int]) -> tuple[int, int]:
-    """One or two sizes: `256MiB`, `256MiB,4MiB`; the second is 0 where it is not given."""
+    """One or two sizes: `256MiB`, `256MiB,4MiB`; the second is 0 if it is not given."""
     parts: list[int | str]
     if isinstance(value, str):
         parts = [*value.split(",")]
@@ -155,7 +155,7 @@ def sizes(value: int | str | tuple[int, int]) -> tuple[int, int]:
 
 def one_of(known: Iterable[str], meant: Mapping[str, str] | None = None) -> Callable[[Any], str]:
     """A parser of one name out of `known`; `_` counts as `-`, upper case as lower. meant: other words for them, which
-    are not taken but lead to a hint."""
+    are not accepted but lead to a hint."""
     names = tuple(known)
     spelled = {name.replace("_", "-"): name for name in names}
 
@@ -173,8 +173,11 @@ def one_of(known: Iterable[str], meant: Mapping[str, str] | None = None) -> Call
 
 
 def only_one_of(known: Iterable[str], hint: str) -> Callable[[Any], str | None]:
-    """A parser of one name out of `known` for an option of kind `values`: given twice, which of both holds would be
-    decided in silence. hint: what to do in place of a second one."""
+    """A parser of one name out of `known`, for an option that may be given once only.
+
+    The option has the kind `values` nevertheless: otherwise the second of two would silently replace the first. hint:
+    what to do instead of a second one.
+    """
     name_of = one_of(known)
 
     def parse(value: str | Iterable[str] | None) -> str | None:
@@ -243,12 +246,12 @@ AUTO: Literal["auto"] = "auto"
 
 
 def stages(value: str | Iterable[int]) -> tuple[int, ...] | Literal["auto"]:
-    """Layers of each pipeline stage, `8,9,9,6`; `auto`: as many as make stages of about the same bytes."""
+    """Layers of each pipeline stage, `8,9,9,6`; `auto`: numbers that give all stages about the same size in bytes."""
     return AUTO if value == AUTO else counts(value)
 
 
 def share(value: str | tuple[int, int]) -> tuple[int, int] | Literal["auto"]:
-    """A share `I/N`, counted from 1: `3/8` is the third of eight; `auto`: the one that the launcher has for us."""
+    """A share `I/N`, counted from 1: `3/8` is the third of eight; `auto`: the share that the launcher assigns."""
     if value == AUTO:
         return AUTO
     first = 0
@@ -342,6 +345,7 @@ def rename_rules(value: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def _pattern_file(path: str) -> list[str]:
+    """The lines of a file of patterns or rules, without comments and empty lines."""
     try:
         with open(path, "rb") as file:
             data = file.read(PATTERN_FILE_LIMIT + 1)

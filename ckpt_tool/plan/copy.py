@@ -1,16 +1,16 @@
 """Region and Copy: strided bijections between the bytes of a file and the elements of a tensor.
 
-Every tensor has one line: its elements in row-major order, numbered from 0; of its dims in another order where the
-files on both sides have that one (`common_order`). A `Region` ties a strided set of bytes in a file to a strided set of
-that line; sources and outputs alike are regions. A TP shard that holds columns 4..7 of a (2, 8) fp32 tensor, stored
-from byte 100:
+Every tensor has one line: its elements in row-major order, numbered from 0. If the files on both sides store the dims
+in another order, the line has that order (`common_order`). A `Region` maps a strided set of bytes in a file to a
+strided set of elements of the line; sources and outputs are both regions. A TP shard that holds columns 4..7 of a
+(2, 8) fp32 tensor, stored from byte 100:
 
     Region(file=0, offset=100, at=4, extents=(2, 4), strides=(16, 4), steps=(8, 1))
 
 The executor walks the line in blocks, clips the source regions to the block (`clip`), reads them into it, and writes
-the clipped output regions out of it. So each element is moved exactly once, whatever the layouts, and a digest over the
-line is the same for every layout. Where a device wants plain source-to-destination copies, `intersect` gives them as
-`Copy`.
+the clipped output regions out of it. So each element is moved exactly once for any pair of layouts, and a digest over
+the line is the same for every layout. For a device that needs plain source-to-destination copies, `intersect` gives
+them as `Copy`.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ class Region(NamedTuple):
         return prod(self.extents)
 
     def reach(self, item: int) -> int:
-        """Bytes from its first element to the end of its last one, elements of `item` bytes; strides that go up."""
+        """Bytes from the first element to the end of the last one. item: bytes of an element. Strides are positive."""
         return sum((n - 1) * stride for n, stride in zip(self.extents, self.strides, strict=True)) + item
 
     def row(self, index: int) -> Region:
-        """What of it has that index along the first dim."""
+        """The part of the region with that index along the first dim."""
         file, offset, at, extents, strides, steps, replica = self
         offset = offset + index * strides[0]
         at = at + index * steps[0]
         return Region(file, offset, at, extents[1:], strides[1:], steps[1:], replica)
 
     def in_file_order(self) -> Region:
-        """The same with its dims as the file has them, the largest stride first. No longer one to `clip`."""
+        """The same region with its dims in the file's order, the largest stride first. It can't be used with `clip`."""
         file, offset, at, extents, strides, steps, replica = self
         if strides == tuple(sorted(strides, reverse=True)):
             return self

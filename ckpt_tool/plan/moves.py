@@ -1,4 +1,4 @@
-"""One tensor's move, and moves made when looked at: the plan of two million boxes as the rules that give them.
+"""The move of one tensor, and moves that are made on access: a plan of two million boxes is kept as rules for them.
 
 A plan of 184,732 tensors on 2,048 ranks is shown, summed and saved far more often than it is run, and a run needs a
 move at a time. So the moves of a large target, and those of a dry run, are not listed: each is made from its stored
@@ -53,7 +53,7 @@ FileNumber = Callable[[int, str], int]  # (source, path) -> number of the plan's
 
 
 def output_region(array: TargetArray, item: WantedTensor, file: int, order: Sequence[int] = ()) -> Region:
-    """The region of an array of the target in its file number `file`; order: of the line's dims."""
+    """The region of a target's array, which is in output file number `file`. order: of the line's dims."""
     line = item.shape
     box = array.box
     size = item.dtype.bits // 8
@@ -86,8 +86,8 @@ def move_of(
 
 
 def _order_of(chunks: Sequence[Chunk], places: Placed, bits: int) -> tuple[int, ...]:
-    """The order of dims that all files have in common. Replicas are compared, and differences reported, in the dims'
-    own."""
+    """The order of dims in which all files store the tensor, () for the dims' own. With replicas it is always their
+    own, because differences between replicas are reported in it."""
     if bits < 8 or all(array.strides is None for _, array in places) or any(chunk.replica for chunk in chunks):
         return ()
     written = [
@@ -99,7 +99,7 @@ def _order_of(chunks: Sequence[Chunk], places: Placed, bits: int) -> tuple[int, 
 
 
 def count_copies(moves: Sequence[Move]) -> int:
-    """Strided source-to-destination copies that the moves come to: pairs of regions that share elements."""
+    """The number of strided source-to-destination copies in the moves: pairs of regions that share elements."""
     if isinstance(moves, Moves):
         return moves.copies
     total = 0
@@ -117,7 +117,7 @@ def count_copies(moves: Sequence[Move]) -> int:
 
 
 def _pairs_that_share(move: Move, sources: Sequence[Region]) -> int:
-    """Pairs of a source and an output region with a common element: by their corners where both are boxes."""
+    """Pairs of a source and an output region with a common element. If both are boxes, their corners decide."""
     source_corners = [(region, _corners(region, move)) for region in sources]
     total = 0
     for output in move.outputs:
@@ -188,7 +188,7 @@ class LaterMoves(Moves):
         self._first = first_replica
 
     def first_replicas(self) -> LaterMoves:
-        """The same, of the first replicas alone."""
+        """The same moves without the other replicas."""
         return LaterMoves(self._stored, self._wanted, self._places, self._number, first_replica=True)
 
     def __len__(self) -> int:
@@ -215,7 +215,7 @@ class LaterMoves(Moves):
         return move_of(self._stored[index], self._wanted.tensors[index], boxes, lambda source, path: 0)
 
     def check(self) -> None:
-        """Raise what making any of the moves would raise."""
+        """Raise the errors that making any of the moves would raise."""
         wanted = self._wanted.tensors
         stored = self._stored
         differs_in_shape = map(ne, map(_SHAPE, stored), map(_ITEM_SHAPE, wanted))
