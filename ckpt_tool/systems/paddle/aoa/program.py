@@ -115,7 +115,10 @@ def steps_for(
     wanted: Wanted | None = None,
     skip_unmatched: bool = False,
 ) -> list[AoaStep]:
-    """The steps that the statements come to, in the order in which they run. Arguments and errors as `compile_aoa`."""
+    """The steps that the statements expand to, in the order in which they run.
+
+    Arguments and errors are those of `compile_aoa`.
+    """
     faults = Faults(statements)
     goal = None if wanted is None else _goal(wanted)
     steps = _steps(statements, shapes, goal, shards or Shards(), faults, reverse=reverse, skip=skip_unmatched)
@@ -158,9 +161,9 @@ def _sort_as_source(outputs: Mapping[str, NamedValue], shapes: Mapping[str, Shap
 
 
 class AoaRun:
-    """The names of a program while it runs.
+    """The state of a program while it runs: the value of each name.
 
-    doubtful: statements before this pass have failed, so a name that is not there is no fault of its reader.
+    doubtful: earlier statements have failed, so a missing name is not a fault of the statement that reads it.
     """
 
     def __init__(self, shapes: Mapping[str, Shape], faults: Faults, *, doubtful: bool = False) -> None:
@@ -168,17 +171,18 @@ class AoaRun:
         self.faults = faults
         self.doubtful = doubtful
         self.values: dict[str, NamedValue | None] = {name: whole(name, shape) for name, shape in shapes.items()}
-        self.maker: dict[str, int] = {}  # assigned names: the statement that made their value
-        self.reader: dict[str, int] = {}  # names whose value has been read: the statement that did first
-        self.dropped: dict[str, int] = {}  # names: the statement that drops them
-        self.left_out: list[NamedValue] = []  # what they held
-        self.unfilled: dict[str, int] = {}
-        self.buried: dict[str, int] = {}  # sources that were assigned before anything read them: by which statement
-        # the source's names that are said to stay, `x -> x`, and are only renamed afterwards
+        # The dicts of numbers map a name to the statement that ...
+        self.maker: dict[str, int] = {}  # assigned its current value
+        self.reader: dict[str, int] = {}  # was the first to read its current value
+        self.dropped: dict[str, int] = {}  # dropped it
+        self.left_out: list[NamedValue] = []  # values of the dropped names
+        self.unfilled: dict[str, int] = {}  # declared it to have no source, `_ -> name`
+        self.buried: dict[str, int] = {}  # overwrote it, a name of the source, before anything had read it
+        # Names of the source that are kept by `x -> x`, and only renamed afterwards.
         self.stated: set[str] = set()
 
     def steps(self, steps: Iterable[AoaStep]) -> None:
-        """Carry them out in order. Faults: E1215 to E1219, E1221."""
+        """Run the steps in order. Faults: E1215 to E1219, E1221."""
         for step in steps:
             if step.kind == "add":
                 self._add(step)
@@ -201,6 +205,7 @@ class AoaRun:
                     self.stated.update(step.right)
 
     def _read(self, name: str, number: int) -> NamedValue | None:
+        """The value of a name, read by statement `number`; None with a fault if it has none."""
         if name not in self.values:
             if not self.doubtful:
                 gone = self.dropped.get(name)
@@ -258,7 +263,7 @@ class AoaRun:
         self.unfilled[name] = step.number
 
     def _contradiction(self, name: str, adder: int, maker: int) -> None:
-        """`_ -> name` of statement `adder`; `maker` makes it, 0 the source has it."""
+        """Add the fault E1221: `_ -> name` of statement `adder`, though `maker` (0: the source) gives it a value."""
         what = f"statement {maker} makes it" if maker else "the source has it"
         self.faults.add(
             "E1221",
@@ -336,7 +341,7 @@ class AoaRun:
         return found
 
     def _account(self, outputs: Mapping[str, NamedValue]) -> None:
-        """Does every element of the source reach one place?"""
+        """Add a fault for each source tensor of which elements reach no output, or several."""
         for name, number in self.buried.items():
             self.faults.add(
                 "E1219",
@@ -352,6 +357,7 @@ class AoaRun:
         for value in self.left_out:
             for piece in value.slices:
                 left_out[piece.source] = left_out.get(piece.source, 0) + prod(piece.shape)
+        # After another fault elements are missing anyway; only those that are read twice are worth a message.
         doubtful = self.doubtful or bool(self.faults.found)
         for name, shape in self.shapes.items():
             fault = _misread(name, shape, used[name], left_out.get(name, 0))

@@ -169,7 +169,7 @@ def check_files(tree: Tree, folder: str, files: Iterable[str], metadata: str) ->
 
 
 def read_lone_file(tree: Tree, path: str) -> FileContent:
-    """What a data file says without the metadata of its save: the parts of its rank under their keys."""
+    """The content of a data file without the metadata of its save: the parts of its rank under their keys."""
     content = read_paddle(tree, path)
     folder = path.rpartition("/")[0].rpartition("/")[2] or tree.root.name
     rows: list[CatalogRow] = []
@@ -557,7 +557,7 @@ def _cut_padding(saved: Saved, shard: Shard) -> Saved:
 def _find_home(
     saved: Saved, name: str, listings: Mapping[str, FlexListing], names_by_static: Mapping[str, list[str]]
 ) -> _Home | None:
-    """What another folder says about the parameter that this is the average of, None where none does.
+    """The entry of another folder for the parameter that this is the average of, None if there is none.
 
     Args:
         saved: the average.
@@ -622,7 +622,7 @@ _JOB = re.compile(r"training_args\.bin|trainer_state\.(bin|json)|rng_state(_\d+)
 
 
 def read_tree(tree: Tree, options: ReadOptions) -> Catalog:
-    """The catalog. Raises what `systems.paddle.flex.format` says."""
+    """Read a flex checkpoint into one catalog. Raises what `read` of `systems.paddle.flex.format` lists."""
     saves = folders.find(tree.listing())
     if not saves:
         raise UnknownFormat(

@@ -337,7 +337,7 @@ class PaddleReading:
     # -- dtypes -------------------------------------------------------------------------------------------------------
 
     def _has_bf16(self) -> bool:
-        """Does anything say that 16-bit integers are bfloat16?"""
+        """Whether 16-bit integers are bfloat16: the meta or the config says so, or there are master weights."""
         if any(p.dtype is DTYPES["BF16"] for stage in self.meta.stages.values() for p in stage.params.values()):
             return True
         if says_bf16(self.config):
@@ -350,8 +350,8 @@ class PaddleReading:
         )
 
     def dtype(self, saved: Saved, stated: DType | None) -> DType:
-        """What a stored array's bits are. Raises InputError E1314 where nothing says it, E1312 where the meta
-        contradicts."""
+        """The dtype of a stored array's bits. Raises InputError E1314 if it is unknown, E1312 if the meta contradicts
+        it."""
         return element_type(saved, stated, bf16=self.bf16)
 
     def _compare_values(self, name: str, lists: list[list[StoredArray]]) -> bool | None:
@@ -364,7 +364,7 @@ class PaddleReading:
     # -- checks -------------------------------------------------------------------------------------------------------
 
     def _check_same_names(self) -> None:
-        """Raise InconsistentCheckpoint E0305 when tensor ranks of a stage hold different parameters (experts aside)."""
+        """Raise InconsistentCheckpoint E0305 if tensor ranks of a stage have different parameters, experts excepted."""
         names_by_rank: dict[int, dict[int, set[str]]] = {}
         for key in self.gathering.keys():
             if key.state == MODEL and not self.numbering.is_apart(key.name):
@@ -386,8 +386,10 @@ class PaddleReading:
                     )
 
     def _check_completeness(self) -> None:
-        """Report parameters that a meta deals to a rank and that no file has (Incomplete E0302). Others that a meta
-        names may be frozen: they get a note."""
+        """Report parameters that a meta assigns to a rank and that no file has (Incomplete E0302).
+
+        Others that a meta names may be frozen: they get a note.
+        """
         stored_names = {key.name for key in self.gathering.keys() if key.state in (MODEL, MASTER)}
         if not stored_names:
             return
@@ -419,7 +421,7 @@ class PaddleReading:
     # -- the rest -----------------------------------------------------------------------------------------------------
 
     def _collect_extras(self) -> dict[Any, Any]:
-        """Plain values of the ranks' files: equal on all ranks."""
+        """The plain values of the ranks' files. Raises InconsistentCheckpoint E0305 if their schedulers differ."""
         out: dict[Any, Any] = {}
         for file in self.files:
             extras = self.contents[file.name].extras
@@ -434,7 +436,7 @@ class PaddleReading:
         return out
 
     def _complete_config(self) -> Mapping[str, Any]:
-        """The config with the width of the model where it lacks it: an embedding's columns."""
+        """The config, with `hidden_size` taken from the embedding's columns if it is missing."""
         facts = text_config(self.config)
         if "hidden_size" in facts:
             return facts
@@ -481,7 +483,7 @@ class PaddleReading:
         )
 
     def _count_layers(self) -> list[int]:
-        """Decoder layers of each stage."""
+        """The number of decoder layers of each stage; [] for a single stage."""
         if self.degrees.pp == 1:
             return []
         layers_by_stage: dict[int, set[int]] = {}
@@ -495,14 +497,14 @@ class PaddleReading:
 
 
 def element_type(saved: Saved, stated: DType | None, *, bf16: bool) -> DType:
-    """What a stored array's bits are: bfloat16 is stored as U16, float8 as I8.
+    """The dtype of a stored array's bits: bfloat16 is stored as U16, float8 as I8.
 
     A tensor that has a name of its own was one of Paddle's, which has no unsigned 16-bit integers.
 
     Args:
         saved: the array.
         stated: the dtype that the meta states.
-        bf16: does anything say that bare arrays of U16 are bfloat16?
+        bf16: arrays of U16 without a name are known to be bfloat16.
 
     Raises:
         InputError: E1314, nothing says what U16 is.
@@ -529,7 +531,7 @@ def element_type(saved: Saved, stated: DType | None, *, bf16: bool) -> DType:
 
 
 def says_bf16(config: Mapping[str, Any]) -> bool:
-    """Does a config say that the model is bfloat16?"""
+    """Whether a config states that the model is bfloat16."""
     stated = [config.get("torch_dtype"), config.get("dtype"), text_config(config).get("torch_dtype")]
     return any(isinstance(name, str) and from_name(name) is DTYPES["BF16"] for name in stated)
 
@@ -559,7 +561,10 @@ _MODEL_STEM = {"optimizer": "model_state", "ema": "model_state"}
 
 
 def read_tree(tree: Tree, options: ReadOptions) -> Catalog:
-    """The catalog. Raises what `systems.paddle.pdparams.format` says."""
+    """Read a folder of ranks' files, or one file, into one catalog.
+
+    Raises what `read` of `systems.paddle.pdparams.format` lists.
+    """
     config = read_config(tree, options)
     if tree.single is not None:
         return _read_one(tree, tree.single, config, lenient=options.lenient)
@@ -591,13 +596,13 @@ def read_tree(tree: Tree, options: ReadOptions) -> Catalog:
         reading.notes.append(Note(UNREAD, f"not part of the checkpoint, not read: {', '.join(unread[:8])}"))
 
     catalog = reading.catalog(beside.extras, sidefiles, beside.files)
-    if not options.lenient and not catalog.unsafe:  # what asks for code is reported first
+    if not options.lenient and not catalog.unsafe:  # a pickle that asks for code is reported first
         _refuse_lost_masters(tree, reading)
     return replace(catalog, tensors={**catalog.tensors, **tensors}, unsafe=(*catalog.unsafe, *beside.unsafe))
 
 
 def _refuse_lost_optimizer(tree: Tree, names: list[str], files: list[RankFile]) -> None:
-    """Raise Incomplete E0302 where ranks noted that they saved their optimizer, and no file of it is there."""
+    """Raise Incomplete E0302 if markers show that ranks saved their optimizer, and there is no file of it."""
     signals = [name for name in names if _SIGNAL.fullmatch(name)]
     if signals and not any(file.kind == OPTIMIZER_FILE for file in files):
         fault = Incomplete(
@@ -610,7 +615,7 @@ def _refuse_lost_optimizer(tree: Tree, names: list[str], files: list[RankFile]) 
 
 
 def _refuse_lost_masters(tree: Tree, reading: PaddleReading) -> None:
-    """Raise Incomplete E0302 where an optimizer's tensors are named after masters that their file lacks."""
+    """Raise Incomplete E0302 if the names of an optimizer's tensors imply masters that its file lacks."""
     _refuse_lost_averages(tree, reading)
     for file in reading.files:
         if file.kind == OPTIMIZER_FILE:
@@ -630,7 +635,7 @@ def _refuse_lost_masters(tree: Tree, reading: PaddleReading) -> None:
 
 
 def _refuse_lost_averages(tree: Tree, reading: PaddleReading) -> None:
-    """Raise Incomplete E0302 for an average's file that lacks what the optimizer's of the same rank has masters of."""
+    """Raise Incomplete E0302 for a file of averages that lacks parameters of which the same rank has masters."""
 
     def find_masters(file: RankFile) -> set[str]:
         """The static names of the master weights in a file."""
