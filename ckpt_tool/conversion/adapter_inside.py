@@ -11,13 +11,14 @@ torch's is a model's, too, where it holds no training state. Cost: one look at e
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.conversion.asked import ADAPTER_WORDS, contain_any
 from ckpt_tool.core.hints import Dialect
 from ckpt_tool.core.tensor import MASTER, MODEL, TensorKey
-from ckpt_tool.errors import UsageError
+from ckpt_tool.errors import Incomplete, UsageError
 from ckpt_tool.formats.adapters.lone import PeftHints, is_adapter
 from ckpt_tool.plan.moves import Stored
 from ckpt_tool.sources.chosen import Chosen, Conversion, left_behind
@@ -28,12 +29,16 @@ if TYPE_CHECKING:
 
 INSIDE = "E2933"
 SEVERAL = "E2934"
+BARE = "E3064"
 HUB = "hf"
 
 
 def without_adapter_inside(chosen: Chosen, job: Conversion) -> Chosen:
-    """`chosen`, which holds no adapter inside a model any more unless the output keeps names. Raises UsageError E2933
-    where it would, E2934 and what finding a config raises for `--to peft`."""
+    """`chosen`, which holds no adapter inside a model any more unless the output keeps names.
+
+    Raises UsageError E2933 where it would, Incomplete E3064 where the adapter is missing, E2934 and what finding a
+    config raises for `--to peft`.
+    """
     inside = inside_of(chosen)
     fmt = job.fmt
     writing = job.writing
@@ -43,6 +48,8 @@ def without_adapter_inside(chosen: Chosen, job: Conversion) -> Chosen:
         lone = _lone_adapter(chosen)
         return chosen if lone is None or not has_config(chosen.sources[0], job) else _adapter_alone(chosen, job, lone)
     if inside is None:
+        if not (_keeps_names(chosen, job) or writing.aoa or job.reading.lenient):
+            _refuse_bare_modules(chosen, weights_of(chosen))
         return chosen
     if _keeps_names(chosen, job):
         line = f"{_described(inside)}: names are kept, and both stay as they are"
@@ -78,6 +85,42 @@ def weights_of(chosen: Chosen) -> dict[str, Stored]:
     model = chosen.model
     masters = {row.tensor.key.name: row for row in chosen.stored if row.tensor.key.state == MASTER}
     return {**masters, **model} if masters else model
+
+
+def _refuse_bare_modules(chosen: Chosen, names: Collection[str]) -> None:
+    """Raise Incomplete E3064 where the base's weight of an adapted module is there, and no part of the adapter."""
+    from ckpt_tool.formats.adapters.inside import find_bare_modules
+
+    if not contain_any(names, (".base_layer.", ".original_module.")):
+        return
+    bare = find_bare_modules(names)
+    if bare:
+        raise Incomplete(
+            f"{len(bare)} modules were trained with an adapter and no tensor of it is here, only the base's weights,"
+            f" under names that no library loads: {bare[0]}",
+            code=BARE,
+            path=chosen.sources[0].path,
+            key=bare[0],
+            faults=[f"{module} too" for module in bare[1:50]],
+            hint="fetch or save it with the adapter's tensors; if the base alone is meant, --rename"
+            " '*.base_layer.*=*.*' names its weights; --dialect keep writes the names as they are",
+        )
+
+
+def _refuse_halves(chosen: Chosen, inside: AdapterInside, config: Mapping[str, Any]) -> None:
+    """Raise for an adapter to be written alone of which a part is missing: InconsistentCheckpoint E2936 for half a
+    pair, Incomplete E3064 for a module without any."""
+    from ckpt_tool.formats.adapters.pairs import find_contradictions
+
+    weights = weights_of(chosen)
+    adapter = {name: weights[stored].tensor for stored, name in inside.adapter.items()}
+    faults = list(find_contradictions(config, adapter))
+    if faults:
+        faults[0].path = chosen.sources[0].path
+        faults[0].faults = tuple(fault.message for fault in faults[1:50])
+        raise faults[0]
+    stored_names = {key.name for key in chosen.sources[0].catalog.tensors if key.state in (MODEL, MASTER)}
+    _refuse_bare_modules(chosen, stored_names)
 
 
 def has_config(opened: Opened, job: Conversion) -> bool:
@@ -157,6 +200,8 @@ def _adapter_alone(chosen: Chosen, job: Conversion, inside: AdapterInside) -> Ch
     model = weights_of(chosen)
     shapes = {name: row.tensor.shape for name, row in model.items()}
     found = config_of_inside(chosen.sources[0], inside, shapes, job.reading.lora_alpha)
+    if not job.reading.lenient:
+        _refuse_halves(chosen, inside, found.config)
 
     renamed = {**inside.embeddings, **inside.adapter, **_trained_biases(inside, found.config.get("bias"))}
     kept = []

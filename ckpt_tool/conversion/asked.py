@@ -20,7 +20,7 @@ from ckpt_tool.sources.chosen import Chosen, Conversion
 from ckpt_tool.weight_schemes.quantised_weights import DTYPES
 
 # What only the names of an adapter have: PEFT's, and Megatron-Bridge's (`.adapter.`)
-ADAPTER_WORDS = (".base_layer.", ".lora_", ".modules_to_save.", "prompt_encoder.", ".adaption_")
+ADAPTER_WORDS = (".base_layer.", ".lora_", ".modules_to_save.", ".original_module.", "prompt_encoder.", ".adaption_")
 _BRIDGE_WORD = ".adapter."
 _TORCHAO_WORD = "_qdata"  # the codes of torchao's tensors, as `weight_schemes.quantised_weights` reads them
 _FILE_HEADERS = frozenset(("metadata", "metadata_by_file"))  # extras that hold what safetensors files state

@@ -139,6 +139,26 @@ def split_names(names: Collection[str]) -> AdapterInside:
     return AdapterInside(base, wrapped, embeddings, adapter, frozenset(copies), own_names, tuple(others), foreign)
 
 
+def find_bare_modules(names: Collection[str]) -> list[str]:
+    """The modules of which a state has the base's weight under a wrapper's name, and no part of an adapter: what was
+    trained was saved elsewhere, or is lost."""
+    parts = split_names(names)
+    if parts.others:
+        return []
+    trained = {_plain(name.removeprefix(PREFIX)) for name in parts.adapter.values()}
+    adapted = {_plain(re.split(r"\.lora_|\.token_adapter\.", name)[0]) for name in trained}
+
+    bare: dict[str, None] = {}
+    for stored, plain in parts.base.items():
+        name = _WRAPPED.sub("", clean(stored))
+        module = _plain(name.partition(f"{BASE}.")[0].removesuffix(".token_adapter"))
+        if f"{BASE}." in name and module not in adapted:
+            bare.setdefault(module)
+        elif _ORIGINAL in name and plain not in trained:
+            bare.setdefault(name.partition(_ORIGINAL)[0])
+    return list(bare)
+
+
 def _plain(name: str) -> str:
     """A name without the steps that wrappers of PEFT put into it."""
     name = name.replace(".token_adapter.base_layer.", ".").replace(_ORIGINAL, ".")

@@ -50,12 +50,13 @@ def find_adapter_faults(catalog: Catalog) -> Iterator[CkptError]:
             faults=empty[1:_SHOWN],
             hint="take it out of the job's checkpoint: ckpt convert CHECKPOINT/global_stepN OUT --to peft",
         )
-    yield from _find_contradictions(config, tensors)
+    yield from find_contradictions(config, tensors)
 
 
-def _find_contradictions(
+def find_contradictions(
     config: Mapping[str, Any], tensors: Mapping[str, LogicalTensor]
 ) -> Iterator[InconsistentCheckpoint]:
+    """E2936 for each half of a pair without the other, and for what the config contradicts."""
     pairs = _pairs_of(tensors)
     try:
         settings = settings_of(config, "", lenient=True)
