@@ -63,7 +63,7 @@ def fold(
     *,
     weights: tuple[float, ...] = (),
 ) -> dict[str, Any]:
-    """Fold the adapters `sources[1:]` into the base `sources[0]`. weights: one for each adapter, () for 1.
+    """Merge the adapters `sources[1:]` into the base `sources[0]`. weights: one for each adapter, () for 1.
 
     Raises UsageError E1420, E2401, E2402 (sources, states), E1421 (weights), E1422, E1426 (no such adapter), E1425
     (tied embeddings), E1427 (a base without floats); InconsistentCheckpoint E1424 (an adapter of another base, all
@@ -122,7 +122,7 @@ def fold(
 
 
 def _add_masters(base: Opened, job: Conversion) -> Chosen:
-    """The weights as `_model` has them, and as the model's the fp32 masters of those that it lacks (ZeRO 3)."""
+    """The base's weights as `_model` gives them, with fp32 masters for weights that exist only as such (ZeRO 3)."""
     alone = _model(base, job)
     lacking = weights_of(selected(base, job))
     model = alone.model
@@ -134,7 +134,7 @@ def _add_masters(base: Opened, job: Conversion) -> Chosen:
 
 
 def _model(base: Opened, job: Conversion) -> Chosen:
-    """The base's weights as the options choose them; what else it holds stays behind by name."""
+    """The base's weights that the options select; its other states are dropped, and the report names them."""
     chosen = selected(base, job)
     others = [row.tensor for row in chosen.stored if row.tensor.key.state != MODEL]
     requested = next((tensor.key.state for tensor in others if tensor.key.state in job.writing.states), None)
@@ -153,8 +153,8 @@ def _model(base: Opened, job: Conversion) -> Chosen:
 
 
 def _rename_base(chosen: Chosen, job: Conversion, dialect: str | None) -> Chosen:
-    """The base under the adapters' names. dialect: None for the hub's, where the source says or shows that it has
-    others."""
+    """The base under the names that adapters use. dialect: None for the hub's names, if the source says or shows that
+    it has other ones."""
     if job.writing.dialect == "keep" and dialect is None:
         return chosen
     untie = job.writing.tied_head if job.writing.tied_head == "untie" else None
@@ -163,7 +163,8 @@ def _rename_base(chosen: Chosen, job: Conversion, dialect: str | None) -> Chosen
 
 
 def _match_adapters(everything: Chosen, adapters: Sequence[Adapter], job: Conversion) -> tuple[Chosen, list[Matched]]:
-    """The base under the names that all adapters fit, and what they change. Raises InconsistentCheckpoint E1424."""
+    """The base under the first names that all adapters fit, and their changes. Raises InconsistentCheckpoint E1424 if
+    they fit none."""
     tried: list[tuple[Chosen, list[Matched]]] = []
     unnamed: CkptError | None = None
     reading = job.reading
@@ -182,7 +183,7 @@ def _match_adapters(everything: Chosen, adapters: Sequence[Adapter], job: Conver
             _refuse_tied(named, adapters, matches, reading)
             return named, matches
         if not any(matched.missing for matched in tried[-1][1]):
-            break  # all names are there: others would help nothing
+            break  # all names exist, so the shapes differ: other names would not help
     _refuse_quantised(everything, reading)
     raise _report_other_base(adapters, *tried[0], unnamed)
 
@@ -210,8 +211,11 @@ def _refuse_quantised(base: Chosen, reading: Reading) -> None:
 
 
 def _dialects(adapters: Sequence[Adapter], writing: Writing) -> tuple[str | None, ...]:
-    """Under whose names the base may fit: its own where it does not say that they are foreign, those that transformers
-    5 has in memory (a layer's experts in two tensors), the hub's; for adapters of PaddleFormers, Paddle's."""
+    """The dialects in which the adapters may name the base, in the order in which they are tried.
+
+    None: the base's own names, unless it says that they are foreign. Then those that transformers 5 has in memory (a
+    layer's experts in two tensors), then the hub's. For adapters of PaddleFormers, Paddle's dialects.
+    """
     paddle = {adapter.paddle for adapter in adapters}
     if len(paddle) > 1:
         raise UsageError(
@@ -227,7 +231,7 @@ def _dialects(adapters: Sequence[Adapter], writing: Writing) -> tuple[str | None
 def _report_other_base(
     adapters: Sequence[Adapter], named: Chosen, found: Sequence[Matched], unnamed: CkptError | None
 ) -> InconsistentCheckpoint:
-    """Why it is not of this base. unnamed: why the base could not be given other names."""
+    """The error E1424 for an adapter of another base. unnamed: why the base could not be given other names."""
     faults = [(adapter, fault) for adapter, matched in zip(adapters, found, strict=True) for fault in matched.faults]
     adapter, first_match = faults[0]
     hint = "pass the base that it was trained on"
@@ -250,7 +254,7 @@ def _report_other_base(
 
 
 def _refuse_parts(adapters: Sequence[Adapter], found: Sequence[Matched], reading: Reading) -> None:
-    """Raise Incomplete E1434 for an adapter that lacks what its config names, or that holds nothing at all."""
+    """Raise Incomplete E1434 for an adapter that lacks tensors named in its config, or that has no tensor at all."""
     for adapter, matched in zip(adapters, found, strict=True):
         lacks = () if reading.lenient else matched.absent
         if not lacks and matched.changes:
@@ -265,12 +269,14 @@ def _refuse_parts(adapters: Sequence[Adapter], found: Sequence[Matched], reading
 
 
 def _against(named: Chosen, adapters: Sequence[Adapter], reading: Reading) -> list[Matched]:
+    """Match each adapter with the base under its present names."""
     base = {row.tensor.key.name: row.tensor for row in named.stored}
     config = _config(named, reading)
     return [match(adapter.tensors, base, adapter.settings, config) for adapter in adapters]
 
 
 def _config(chosen: Chosen, reading: Reading) -> Mapping[str, Any]:
+    """The base's config, {} if there is none."""
     return chosen.config or config_of(chosen.sources[0], reading).config or {}
 
 
@@ -298,8 +304,8 @@ def _refuse_tied(named: Chosen, adapters: Sequence[Adapter], found: Sequence[Mat
 
 
 def _ties(config: Mapping[str, Any]) -> bool:
-    """Is the head the embedding, where the base has no head of its own? A config that says nothing means so of language
-    models."""
+    """Is the embedding also the head of a base without a tensor for the head? If the config does not say, it is in
+    language models."""
     tied = config.get(TIE)
     classes = config.get("architectures")
     words = classes if isinstance(classes, list) else []
@@ -322,17 +328,17 @@ def _as_wanted(folded: Chosen, everything: Chosen, named: Chosen, job: Conversio
         and fmt.holds.dialect not in ("keep", home)
         and fmt.name != everything.sources[0].catalog.format
     ):
-        if not requested and named.all_hints.dialect == FUSED:  # those in memory are no home of a format
+        if not requested and named.all_hints.dialect == FUSED:  # these names exist in memory only, no format has them
             job = job._replace(writing=replace(writing, dialect=fmt.holds.dialect))
         return passed(folded, job, NAMES)
-    if home is None:  # its names were the adapters' already
+    if home is None:  # the base came with the adapters' names
         return folded
     back = passed(folded, job._replace(writing=replace(writing, dialect=home)), NAMES)
     return replace(back, hints=everything.hints, config=everything.config)
 
 
 def _home(everything: Chosen, named: Chosen, reading: Reading) -> str | None:
-    """The dialect that the base came in, None where it was named already as the adapters name it."""
+    """The dialect that the base came in; None if it already had the names that the adapters use."""
     by_key = {row.tensor.key: row for row in named.stored}
     if all(by_key.get(row.tensor.key) == row for row in everything.stored):  # nothing but an untied head has come
         return None

@@ -44,7 +44,7 @@ _STEP = 64 << 10  # bytes of positions that are read at a time
 
 
 class Hasher(Protocol):
-    """What of hashlib is used."""
+    """The part of hashlib's interface that is used here."""
 
     def update(self, data: Any, /) -> object: ...
     def hexdigest(self) -> str: ...
@@ -64,7 +64,8 @@ class _Adler32:
 
 
 def digest_of(name: str) -> Hasher:
-    """A digest of `folder.CHECKSUMS`, empty. Raises UsageError E2612 where its library is not installed."""
+    """A new digest of the kind `name`, one of `folder.CHECKSUMS`. Raises UsageError E2612 if its library is not
+    installed."""
     if name == "adler32":
         return _Adler32()
     if name == "xxh3-128":
@@ -85,16 +86,18 @@ def digest_of(name: str) -> Hasher:
 
 
 class EncodedFrame(NamedTuple):
-    """A tensor, encoded."""
+    """The changes of a tensor, as they were written into a spool."""
 
-    frame: tuple[int, int] | None  # (offset, bytes) in the spool; None where nothing changed
-    digest: str
-    changed: int  # bytes
+    frame: tuple[int, int] | None  # (offset, bytes) in the spool; None if nothing changed
+    digest: str  # of the new bytes
+    changed: int  # number of bytes that differ
 
 
 class Spool:
-    """Frames of one thread, end to end in a file without a name. folder: where it is. Raises StorageError, which names
-    the folder."""
+    """The frames of one thread, end to end in a file without a name, which disappears with the process.
+
+    folder: the folder in which the file is created; StorageErrors name it, as the file has no name.
+    """
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -110,7 +113,7 @@ class Spool:
         self.size += len(data)
 
     def scratch(self) -> tuple[IO[bytes], IO[bytes]]:
-        """Two files, empty: what the encoder of one tensor gathers."""
+        """Two empty files, for the positions and values that the encoder of one tensor collects."""
         if self._positions is None or self._values is None:
             self._positions = _nameless(self.folder)
             self._values = _nameless(self.folder)

@@ -40,10 +40,10 @@ _TILE = 1 << 20  # bytes
 
 
 class Link(NamedTuple):
-    """One change of a tensor."""
+    """A step of a tensor's chain."""
 
     delta: Delta
-    # the number of its frame among the recipe's inputs, None where this version leaves the tensor as it is
+    # The number of its frame among the recipe's inputs; None if this version does not change the tensor.
     input: int | None
 
 
@@ -53,15 +53,15 @@ class _OpenTensor(NamedTuple):
 
 
 class Cursors(threading.local):
-    """The readers that a thread has open: those of one tensor."""
+    """The readers that a thread has open. They are for one tensor at a time, so memory does not grow with tensors."""
 
     now: _OpenTensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Patched(ExactRecipe):
-    """A tensor after every link. Inputs: the base's tensor, unless it is `whole` (made of changes to zeros), then the
-    frames."""
+    """A tensor after all deltas of a chain. Inputs: the base's tensor, then the frames. If it is `whole`, there is no
+    base: the first frame changes zeros."""
 
     kind: DType
     links: tuple[Link, ...]
@@ -79,7 +79,7 @@ class Patched(ExactRecipe):
         chain: Sequence[Delta],
         cursors: Cursors,
     ) -> Patched:
-        """The tensor after those deltas of `chain` that name it."""
+        """The tensor after the deltas of `chain` that name it. base: None if the first frame changes zeros."""
         inputs = [] if base is None else [base]
         links = []
         name = key.name
@@ -96,10 +96,12 @@ class Patched(ExactRecipe):
 
     @property
     def dtype(self) -> DType:
+        """The dtype of the base's tensor, which deltas keep."""
         return self.kind
 
     @property
     def memory(self) -> int:
+        """Bytes that a thread's readers of all frames need."""
         return sum(FRAME_MEMORY[link.delta.encoding] for link in self.links if link.input is not None)
 
     def line(self, read: Read, offset: int, nbytes: int) -> memoryview:
@@ -112,7 +114,7 @@ class Patched(ExactRecipe):
         return block.data[offset - start : offset - start + nbytes]
 
     def late_faults(self, read: Read) -> Iterator[CkptError]:
-        """The tensor where its digest is another than the last delta states: with the link that went wrong."""
+        """The fault of a tensor whose digest is not that of the last delta. It names the first delta that is wrong."""
         for offset in range(self.passed.at, self.nbytes, _TILE):
             stop = min(offset + _TILE, self.nbytes)
             self.passed.feed(offset, self._compute(read, offset, stop))
@@ -130,14 +132,14 @@ class Patched(ExactRecipe):
         return block
 
     def _compute(self, read: Read, start: int, stop: int) -> Bytes:
-        """Bytes [start, stop), which are whole elements."""
+        """Bytes [start, stop) of the tensor after all deltas. The range has to consist of complete elements."""
         block = self._base(read, start, stop)
         for reader in self._readers(read, start):
             reader.apply(block, start)
         return block
 
     def _readers(self, read: Read, start: int) -> list[XorReader | OverwriteReader]:
-        """One of each frame, none of them beyond `start`."""
+        """A reader for each frame, opened again if one is beyond `start`: frames can only be read forward."""
         now = self.cursors.now
         if now is None or now.read != read:
             now = self.cursors.now = _OpenTensor(read, [])
@@ -160,7 +162,7 @@ class Patched(ExactRecipe):
         return READERS[link.delta.encoding](read_compressed, place, self.nbytes)
 
     def _find_broken_link(self, read: Read) -> CkptError:
-        """The first link after which the values are not as it states. Reads everything once more."""
+        """The error that names the first delta whose digest does not match. Reads everything once more."""
         digests = [digest_of(link.delta.checksum) for link in self.links]
         readers = [None if link.input is None else self._reader(read, link) for link in self.links]
         for offset in range(0, self.nbytes, _TILE):

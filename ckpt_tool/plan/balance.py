@@ -1,8 +1,8 @@
-"""Balance: consecutive layers divided into pipeline stages of about the same bytes.
+"""Balance: divides consecutive layers into pipeline stages of about the same size in bytes.
 
-The largest stage is as small as it can be; among the divisions with that maximum the one is taken whose stages are most
-alike (least sum of squares), and of those the one whose first stages have more layers. Exact, in time that grows with
-the square of the layers.
+The largest stage is as small as possible; among the divisions with that maximum, the one with the most equal stages
+(least sum of squares) is chosen, and of several such the one whose first stages have more layers. Exact, in time that
+grows with the square of the number of layers.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from itertools import accumulate
 
 
 def balance_stages(sizes: Sequence[int], stages: int) -> tuple[int, ...]:
-    """Layers of each stage, at least one each.
+    """The number of layers in each stage, at least one each.
 
-    sizes: bytes of each layer in order, at least as many layers as stages. What comes before the first layer counts to
-    it, what comes after the last to that.
+    sizes: bytes of each layer in order, for at least as many layers as stages. Tensors before the first layer count as
+    part of it, tensors after the last layer as part of that.
 
     >>> balance_stages([9, 4, 4, 4, 4, 7], 3)
     (1, 3, 2)
@@ -45,7 +45,7 @@ def balance_stages(sizes: Sequence[int], stages: int) -> tuple[int, ...]:
 
 
 def _smallest_maximum(until: Sequence[int], stages: int) -> int:
-    """The least size of the largest stage. until: bytes of the first n layers."""
+    """The smallest possible size of the largest stage, by bisection. until[n]: bytes of the first n layers."""
     low = 0
     high = until[-1]
     while low < high:

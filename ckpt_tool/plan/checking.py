@@ -52,6 +52,7 @@ _IN_STORE = re.compile(rf"(?:{'|'.join(STORES)})://[^/\s]+/[^\x00-\x1f]+")
 
 
 def _whole(plan: Plan) -> Iterator[str]:
+    """Faults of paths and names, before any move is looked at."""
     name = os.path.basename(plan.destination)
     local = os.path.isabs(plan.destination) and name not in ("", ".", "..")
     if not (local or _IN_STORE.fullmatch(plan.destination)):
@@ -68,6 +69,7 @@ def _whole(plan: Plan) -> Iterator[str]:
 
 
 def _records(plan: Plan) -> Iterator[str]:
+    """Faults of checksummed records."""
     for record in plan.records:
         if record.file >= len(plan.sources) or record.offset + record.nbytes > plan.sources[record.file].identity[2]:
             yield f"the checksummed record {tuple(record)} is in no source file"
@@ -79,6 +81,7 @@ def _records(plan: Plan) -> Iterator[str]:
 
 
 def _moves(plan: Plan) -> Iterator[str]:
+    """The first fault of each move that has one."""
     read = [file.identity[2] for file in plan.sources]
     written = [file.size for file in plan.outputs]
     known = _Verdicts()
@@ -91,7 +94,7 @@ def _moves(plan: Plan) -> Iterator[str]:
 
 
 def _sizes(move: Move) -> str:
-    """Do dtype, shape, numel and items agree?"""
+    """The first contradiction between a move's dtypes, shape, numel and items, in words; "" if there is none."""
     dtype = move.dtype
     out = move.dtype_out
     bits = prod(move.shape) * dtype.bits
@@ -110,7 +113,7 @@ def _sizes(move: Move) -> str:
 
 
 def _regions(regions: Sequence[Region], sizes: Sequence[int], item: int) -> str:
-    """The first region that is not inside its file, in words; "" if all are."""
+    """The fault of the first region that is not inside its file or steps by parts of elements; "" if all are fine."""
     for region in regions:
         if region.file >= len(sizes):
             return f"a region is in file {region.file} of {len(sizes)}"

@@ -26,15 +26,15 @@ class Comb(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Bytes [start, stop);"""
+    """Bytes [start, stop), or only the teeth of a comb among them."""
 
     start: int
     stop: int
-    comb: Comb | None = None  # only those of its teeth, where the gaps are of one size
+    comb: Comb | None = None  # the bytes that are taken, if there are gaps of one size between them
 
 
 def comb_of(offset: int, extents: Sequence[int], strides: Sequence[int], item: int) -> Comb | None:
-    """The comb of a strided array, None for one without gaps or with gaps of several sizes.
+    """The comb of a strided array; None for an array without gaps, or with gaps of several sizes.
 
     offset, strides, item: bytes; extents: elements.
     """
@@ -53,7 +53,8 @@ def comb_of(offset: int, extents: Sequence[int], strides: Sequence[int], item: i
 
 
 def meets_itself(extents: Sequence[int], strides: Sequence[int], item: int) -> bool:
-    """May two elements of a strided array share a byte? False is proof that none do; our own arrays give it."""
+    """May two elements of a strided array share a byte? False proves that none do, True is no proof. For arrays that
+    ckpt plans it is always False."""
     reach = item
     for extent, stride in sorted(zip(extents, strides, strict=True), key=lambda dim: dim[1]):
         if extent > 1 and stride < reach:
@@ -63,9 +64,9 @@ def meets_itself(extents: Sequence[int], strides: Sequence[int], item: int) -> b
 
 
 def first_clash(spans: Iterable[Span]) -> Span | None:
-    """The first span, by its start, that meets one before it; None where no byte is spoken for twice.
+    """The first span, by its start, that overlaps one before it; None if no byte is taken twice.
 
-    Two spans that reach into each other are taken to meet unless both are combs of one pitch whose teeth don't.
+    Two spans whose ranges overlap count as overlapping, unless both are combs of one pitch with disjoint teeth.
     """
     ordered = sorted(spans, key=itemgetter(0, 1))
     if all(a.stop <= b.start for a, b in pairwise(ordered)) and not any(span.comb for span in ordered):
@@ -82,7 +83,7 @@ def first_clash(spans: Iterable[Span]) -> Span | None:
 
 
 class _Teeth:
-    """The teeth of combs of one pitch that reach into each other, as disjoint stretches of [0, pitch).
+    """The teeth of combs of one pitch whose ranges overlap, as disjoint stretches of [0, pitch).
 
     pitch 0: the bytes belong to a span without gaps, which shares them with no other.
     """
@@ -93,7 +94,7 @@ class _Teeth:
         self._rest: list[tuple[int, int]] = []  # (end of the stretch, end of the comb's span), aligned
 
     def takes(self, span: Span) -> bool:
-        """Add a span that begins no earlier than those before it. False where it meets one that has not ended."""
+        """Add a span that begins no earlier than those before it. False if it overlaps one that has not ended."""
         comb = span.comb
         if comb is None or comb.pitch != self._pitch or comb.width > comb.pitch:
             return False
@@ -103,6 +104,8 @@ class _Teeth:
         return all(self._add(a, b, span) for a, b in whole if a < b)
 
     def _add(self, low: int, high: int, span: Span) -> bool:
+        """Add the stretch [low, high) of one tooth; stretches whose combs have ended are replaced. False if it overlaps
+        a stretch of a comb that has not ended."""
         at = bisect_left(self._starts, low)
         first = at - 1 if at and self._rest[at - 1][0] > low else at
         last = first

@@ -5,7 +5,7 @@
      "dsseEnvelope": {"payload": base64, "payloadType": "application/vnd.in-toto+json",
                       "signatures": [{"sig": base64 of DER, "keyid": ""}]}}
 
-What is signed is not the payload but its pre-authentication encoding, which takes in its type:
+The signature is not of the payload but of its pre-authentication encoding, which includes the type:
 
     DSSEv1 28 application/vnd.in-toto+json 17 {"_type":"..."}..
 
@@ -37,10 +37,10 @@ class Signed(NamedTuple):
 
     payload: bytes
     signature: bytes
-    hint: str  # of whose key it is said to be, "" where nothing is said
+    hint: str  # SHA-256 of the key that the bundle names, "" if it names none
 
     def by(self, key: PublicKey) -> str:
-        """Why it is not this key's, "" where it is."""
+        """The reason why the signature is not by this key, "" if it is."""
         if key.made(self.signature, _encode_envelope(self.payload)):
             return ""
         if self.hint and self.hint != key.hint:
@@ -49,7 +49,7 @@ class Signed(NamedTuple):
 
 
 def sign(payload: bytes, key: PrivateKey) -> bytes:
-    """The bundle of a statement."""
+    """Sign a statement, and return it as a bundle."""
     signature = {"sig": b64encode(key.sign(_encode_envelope(payload))).decode(), "keyid": ""}
     envelope = {"payload": b64encode(payload).decode(), "payloadType": PAYLOAD_TYPE, "signatures": [signature]}
     material = {"publicKey": {"hint": key.public.hint}, "tlogEntries": list[Any]()}
@@ -58,7 +58,7 @@ def sign(payload: bytes, key: PrivateKey) -> bytes:
 
 
 def is_bundle(document: Any) -> bool:
-    """Is it one by its own word?"""
+    """Does the document claim to be a bundle? Others are bare statements."""
     return isinstance(document, dict) and ("mediaType" in document or "dsseEnvelope" in document)
 
 
@@ -90,8 +90,10 @@ def document_of(raw: bytes, path: str) -> Any:
 
 
 def _unread(path: str, why: str) -> CorruptFile:
+    """The error E1683 for a malformed bundle."""
     return CorruptFile(f"the signature can't be read: {why}", code="E1683", path=path, hint=_HINT)
 
 
 def _encode_envelope(payload: bytes) -> bytes:
+    """DSSE's pre-authentication encoding, which is what keys sign."""
     return b"DSSEv1 %d %s %d %s" % (len(PAYLOAD_TYPE), PAYLOAD_TYPE.encode(), len(payload), payload)

@@ -2,8 +2,8 @@
 
     openssl ecparam -name prime256v1 -genkey -noout -out key.pem && openssl ec -in key.pem -pubout -out key.pub
 
-These curves and hashes are what `model_signing` 1.1.1 takes (`_signing/sign_ec_key.py`), and so is the hint by which a
-bundle says whose it is: the SHA-256 of the public key as PEM. An encrypted private key is opened with the passphrase in
+These curves and hashes are those of `model_signing` 1.1.1 (`_signing/sign_ec_key.py`), and so is the hint by which a
+bundle names its key: the SHA-256 of the public key as PEM. An encrypted private key is opened with the passphrase in
 `CKPT_SIGN_PASSWORD`; none is ever given on a command line, which others can read. The arithmetic is the `cryptography`
 package's (extra `sign`), loaded when a key is.
 """
@@ -26,13 +26,13 @@ _HASHES = {"secp256r1": "SHA256", "secp384r1": "SHA384", "secp521r1": "SHA512"} 
 
 @dataclass(frozen=True, slots=True)
 class PublicKey:
-    """What a signature is checked with."""
+    """A key that verifies signatures."""
 
     hint: str  # the SHA-256, in hex, of the key as PEM
     _key: Any
 
     def made(self, signature: bytes, data: bytes) -> bool:
-        """Is it this key's signature, in DER, of the data?"""
+        """Is this the signature, in DER, of the data by this key?"""
         from cryptography.exceptions import InvalidSignature
 
         try:
@@ -44,7 +44,7 @@ class PublicKey:
 
 @dataclass(frozen=True, slots=True)
 class PrivateKey:
-    """What signs."""
+    """A key that signs."""
 
     public: PublicKey
     _key: Any
@@ -93,6 +93,7 @@ def _public(path: str, key: Any) -> PublicKey:
 
 
 def _check_key(path: str, key: Any) -> PublicKey:
+    """The public key with its hint. Raises UsageError E1681 for keys that are not ECDSA on a known curve."""
     _, serialization = _package()
     curve = getattr(getattr(key, "curve", None), "name", "")
     if curve not in _HASHES:
@@ -103,6 +104,7 @@ def _check_key(path: str, key: Any) -> PublicKey:
 
 
 def _ecdsa(key: Any, *, deterministic: bool = False) -> Any:
+    """The algorithm for a key's curve. Old versions of `cryptography` or OpenSSL have no deterministic signatures."""
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -114,6 +116,7 @@ def _ecdsa(key: Any, *, deterministic: bool = False) -> Any:
 
 
 def _package() -> tuple[Any, Any]:
+    """Modules of the `cryptography` package. Raises UsageError E1680 if it is not installed."""
     try:
         from cryptography.hazmat.primitives import hashes, serialization
     except ImportError as e:
@@ -137,4 +140,5 @@ def _read(path: str) -> bytes:
 
 
 def _unfit(path: str, why: str, hint: str) -> UsageError:
+    """The error E1681 for a file that is no usable key."""
     return UsageError(f"no key to sign or to check with: {why}", code="E1681", path=path, hint=hint)

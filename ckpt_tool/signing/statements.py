@@ -29,7 +29,7 @@ ALGORITHMS = ("sha256", "blake2b")  # hashlib's names, and model_signing's; the 
 
 
 class Digest(NamedTuple):
-    """What bytes [start, stop) of a file hash to."""
+    """The hash of bytes [start, stop) of a file."""
 
     path: str
     algorithm: str  # hashlib's name
@@ -39,17 +39,19 @@ class Digest(NamedTuple):
 
 
 class ListedFile(NamedTuple):
-    """The files that a statement names, and those that it leaves out by name: files, and folders with all in them."""
+    """The files that a statement names, and those that it explicitly ignores: files, and complete folders."""
 
     digests: Sequence[Digest]
     ignored: Sequence[str]
 
     def ignores(self, path: str) -> bool:
+        """Is the file, or a folder above it, ignored by the statement?"""
         return any(path == ignored_path or path.startswith(f"{ignored_path}/") for ignored_path in self.ignored)
 
 
 def signature(name: str, hashes: Mapping[str, str]) -> bytes:
-    """The statement that is signed of a model. hashes: path -> SHA-256 in hex."""
+    """The statement that is signed for a model. hashes: path -> SHA-256 in hex."""
+    # The root digest depends on the order of the paths: they are sorted by their parts, not as texts.
     paths = sorted(hashes, key=lambda path: path.split("/"))
     root_digest = hashlib.sha256(b"".join(bytes.fromhex(hashes[path]) for path in paths)).hexdigest()
     predicate = {
@@ -75,7 +77,7 @@ def provenance(
     began: str,
     ended: str,
 ) -> bytes:
-    """An attestation. sources, byproducts: resource descriptors of in-toto. began, ended: times of RFC 3339, in UTC."""
+    """A statement of provenance. sources, byproducts: resource descriptors of in-toto. began, ended: RFC 3339, UTC."""
     subjects = [{"name": path, "digest": {"sha256": hashes[path]}} for path in sorted(hashes)]
     predicate = {
         "buildDefinition": {
