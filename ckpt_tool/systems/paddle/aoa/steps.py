@@ -1,4 +1,4 @@
-"""Steps: what concrete statements come to: split, concat, permute, cast, rename, drop, add; fusions and `^T` undone.
+"""Steps that concrete statements expand to: split, concat, permute, cast, rename, drop, add; fusions and `^T` expanded.
 
     q^T, k^T, v^T -> qkv, fused_qkv, num_heads=2, num_key_value_groups=1
 
@@ -61,8 +61,8 @@ class AoaStep(NamedTuple):
     axis: int = 0
     dims: tuple[int, ...] = ()
     dtype: DType | None = None
-    why: str = ""  # the words that ask for a split, for messages
-    even: bool = False  # the parts of a concatenation are as long as one another
+    why: str = ""  # the reason for a split, for messages
+    even: bool = False  # the parts of a concatenation must have the same length
 
 
 def steps_of(
@@ -73,7 +73,7 @@ def steps_of(
     *,
     reverse: bool,
 ) -> list[AoaStep]:
-    """The steps in the order in which they run; `statements` without placeholders and stars.
+    """The steps in the order in which they run. `statements` have no placeholders and stars any more.
 
     Args:
         leaves: the names of the source, and those of the destination, at which a chain of names ends.
@@ -162,7 +162,7 @@ _BACK = {"split": "concat", "concat": "split", "drop": "add", "add": "drop"}
 
 
 def _reverse_step(step: AoaStep) -> AoaStep:
-    """The step that undoes it. (A cast's `dtype` already is that of the way back.)"""
+    """The inverse of a step. A cast's `dtype` is that of the reverse direction already (`_plain`)."""
     dims = tuple(sorted(range(len(step.dims)), key=step.dims.__getitem__))
     return step._replace(kind=_BACK.get(step.kind, step.kind), left=step.right, right=step.left, dims=dims)
 
@@ -216,7 +216,7 @@ def _heads(statement: Statement) -> tuple[int, int]:
 
 
 def _fuse_by_groups(statement: Statement, heads: int, groups: int) -> Iterator[AoaStep]:
-    """`fused_qkv`."""
+    """The steps of `fused_qkv`: q, k, v to one tensor or back, group by group."""
     axis = int(statement.attributes.get("axis", 1))
     number = statement.number
     splitting = len(statement.left) == 1
@@ -252,7 +252,7 @@ def _number_names(stem: str, count: int) -> list[str]:
 
 
 def _fuse_by_shards(statement: Statement, counts: _Counts, heads: int = 0, groups: int = 0) -> Iterator[AoaStep]:
-    """`fused_ffn`, and `fused_qkv_old` where there are heads."""
+    """The steps of `fused_ffn`, and with heads of `fused_qkv_old`: parts are ordered shard by shard."""
     axis = int(statement.attributes.get("axis", 1))
     number = statement.number
     word = statement.word
@@ -261,6 +261,7 @@ def _fuse_by_shards(statement: Statement, counts: _Counts, heads: int = 0, group
     here = counts.of(left[0], "left") if len(left) == 1 else 1
     there = counts.of(right[0], "right") if len(right) == 1 else 1
     if word == FFN:
+        # Parts that are fine enough for the shards of both sides.
         letters = {"GATE": lcm(here, there), "UP": lcm(here, there)}
     else:
         letters = {"Q": heads, "K": groups, "V": groups}
@@ -298,7 +299,7 @@ def _fuse_by_shards(statement: Statement, counts: _Counts, heads: int = 0, group
 
 
 def _split(number: int, name: str, parts: Sequence[str], axis: int, why: str) -> AoaStep:
-    """One part is a renaming: it must not ask for an axis that it does not need."""
+    """A split; with one part a rename, so that no axis is required to exist."""
     kind = "split" if len(parts) > 1 else "rename"
     return AoaStep(number, kind, (name,), tuple(parts), axis, why=why)
 
@@ -308,7 +309,7 @@ def _concat(number: int, parts: Sequence[str], name: str, axis: int, *, even: bo
 
 
 class _Counts:
-    """How many shards the tensor behind a name has, through names that are made on the way."""
+    """Finds the number of shards of the stored tensor that a name comes from or goes to, across intermediate names."""
 
     def __init__(
         self,
@@ -328,7 +329,10 @@ class _Counts:
             self.links["right"].update(dict.fromkeys(bare, statement.right))
 
     def of(self, name: str, side: str) -> int:
-        """Raises UsageError E1213 where the names that it is made of, or goes to, differ; E1204 a count below 1."""
+        """The number of shards of a name. side: `left` follows where it comes from, `right` where it goes to.
+
+        Raises UsageError E1213 if the stored tensors differ, E1204 for a count below 1.
+        """
         found = self._of(shown(name).removesuffix(TRANSPOSED), side, frozenset())
         if len(found) > 1:
             raise UsageError(
@@ -344,7 +348,7 @@ class _Counts:
     def _of(self, name: str, side: str, seen: frozenset[str]) -> set[int]:
         if name in self.table[side]:
             return {self.table[side][name]}
-        if name in seen:
+        if name in seen:  # names may be assigned in a circle: a -> b, b -> a
             return set()
         if name in self.leaves[side] or name not in self.links[side]:
             return {1}

@@ -195,7 +195,7 @@ def _copies(key: TensorKey, shape: Shape, held: Sequence[ArrayOfRank]) -> Logica
 
 
 def _groups(held: Sequence[ArrayOfRank]) -> Iterator[list[ArrayOfRank]]:
-    """What the sharding ranks of one tensor rank of one stage hold, in their order."""
+    """The arrays of each (tensor rank, stage, expert rank), in the order of its sharding ranks."""
     groups: dict[tuple[int, int, int], list[ArrayOfRank]] = {}
     for each in sorted(held, key=lambda each: each.at):
         tp, pp, _, moe = each.at
@@ -210,7 +210,7 @@ def _count_elements(arrays: Iterable[ArrayOfRank]) -> int:
 def _cut(
     key: TensorKey, held: Sequence[ArrayOfRank], full: Shape | None, config: Mapping[str, Any], tp: int
 ) -> tuple[Shape, PaddleCut]:
-    """The whole shape and how tensor ranks part it. Raises InputError E1356, E1310."""
+    """The unsharded shape and how tensor ranks cut it. Raises InputError E1356, E1310."""
     local = held[0].array.shape
     if full is None:
         if any(each.array.shape != local for each in held) or len({each.at[2] for each in held}) > 1:
@@ -232,7 +232,7 @@ def _cut(
             return full, PaddleCut(dims[0])
 
     if "experts." in key.name and len({each.at[0] for each in held}) == 1 and share >= whole_numel:
-        return full, PaddleCut(None)  # experts spread over the tensor ranks: one rank has it, whole
+        return full, PaddleCut(None)  # experts are divided among the tensor ranks: one rank has all of this one
 
     try:
         return full, cut_of(key.name, full, config, tp)
@@ -247,7 +247,7 @@ def _cut(
 
 
 def _place_share(key: TensorKey, group: Sequence[ArrayOfRank], full: Shape, cut: PaddleCut, tp: int) -> Iterator[Chunk]:
-    """The chunks of one tensor rank's share."""
+    """The chunks of one tensor rank's share: complete arrays, or slices that its sharding ranks hold in order."""
     rank = group[0].at[0] if cut.dim is not None else 0
     local, pairs = local_boxes(full, cut, tp, rank)
     if all(each.array.shape == local for each in group) and (len(local) != 1 or len(group) == 1):

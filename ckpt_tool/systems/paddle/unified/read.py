@@ -239,7 +239,7 @@ Entries = dict[TensorKey, Lying | LogicalTensor]
 
 
 def read_catalog(tree: Tree, name: str, options: ReadOptions) -> Catalog:
-    """The catalog of the folder. name: of the format. Raises InputError, UnsafeInput."""
+    """Read the folder into one catalog. name: of the format. Raises InputError, UnsafeInput."""
     lenient = options.lenient
     files = files_of.classify(tree.names())
     files_of.check_markers(tree, files)
@@ -267,7 +267,7 @@ def read_catalog(tree: Tree, name: str, options: ReadOptions) -> Catalog:
 
 
 class _UnifiedReading:
-    """One folder being read. taken: files; notes: in order."""
+    """Reads one folder; collects the files that it took and the notes."""
 
     def __init__(
         self, tree: Tree, files: UnifiedFiles, config: Mapping[str, Any], *, lenient: bool, named: bool
@@ -276,7 +276,7 @@ class _UnifiedReading:
         self.files = files
         self.config = config
         self.lenient = lenient
-        self.named = named  # by the user
+        self.named = named  # the user named the model or its config
         self.taken: list[str] = []
         self.notes: list[Note] = []
         self.degrees: dict[str, int] = {}
@@ -285,7 +285,7 @@ class _UnifiedReading:
         self.optimizer: PaddleIndex | None = None
 
     def hints(self) -> Hints:
-        """What a writer wants to know."""
+        """The hints for a writer of Paddle's formats."""
         plain = {
             key: value for key, value in self.config.items() if value is None or type(value) in (bool, int, float, str)
         }
@@ -323,7 +323,7 @@ class _UnifiedReading:
     # -- parts --------------------------------------------------------------------------------------------------------
 
     def entries(self) -> Entries:
-        """All tensors. The model's layout is settled last: it leans on the shapes of the others."""
+        """All tensors. The model's layout is decided last, because it depends on the shapes of the others."""
         model = self._part(self.files.stem)
         masters = self._part(MASTER_STEM)
         averages = self._part(EMA_STEM)
@@ -371,7 +371,7 @@ class _UnifiedReading:
     def _whole(
         self, part: IndexedFiles, model: IndexedFiles | None, key_of: Callable[[str, SafetensorsHeader, int], TensorKey]
     ) -> Entries:
-        """The tensors of masters or optimizer; slices of sharding v2 joined."""
+        """The tensors of masters or of the optimizer, with slices of sharding v2 joined."""
         keys = {name: key_of(name, *where) for name, where in part.rows.items()}
         if len(set(keys.values())) < len(keys):
             raise InconsistentCheckpoint(
@@ -405,7 +405,10 @@ class _UnifiedReading:
         return out
 
     def _refuse_merged_slices(self, part: IndexedFiles, model: IndexedFiles | None, name: str) -> None:
-        """Slices under tensor parallelism were laid side by side by length, and nothing says that there was any."""
+        """Raise InputError E1361 for slices of a job with tensor or pipeline parallelism.
+
+        Such a job joined the slices by length alone, and nothing records their order.
+        """
         dense = {header.path for key, (header, _) in (model.rows.items() if model else ()) if not is_expert(key)}
         if len(dense) > 1:  # expert ranks write their own experts, and no more
             raise InputError(

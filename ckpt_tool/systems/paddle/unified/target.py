@@ -222,7 +222,10 @@ def _files(
     says: Mapping[str, str] = NP,
     flips: frozenset[int] = frozenset(),
 ) -> tuple[list[TargetFile], list[str]]:
-    """One numbered file a bin. says: the headers' metadata. flips: the tensors that are written transposed."""
+    """One numbered file for each bin, and the files' names.
+
+    says: metadata of the headers. flips: indexes of tensors that are written transposed.
+    """
     names = [f"{stem}-{number:05d}-of-{len(bins):05d}{SUFFIX}" for number in range(1, len(bins) + 1)]
     if len(bins) > 1:
         notes.append(
@@ -245,7 +248,7 @@ def _files(
 
 
 def _optimizer(tensors: Numbered, wanted: Wanted, stated: Mapping[str, Any], notes: list[str]) -> list[TargetFile]:
-    """The optimizer's files and index. What scales what stays together."""
+    """The optimizer's files and index. Scales are stored in the file of the tensor that they scale."""
     if not tensors:
         return []
 
@@ -280,8 +283,9 @@ def _optimizer(tensors: Numbered, wanted: Wanted, stated: Mapping[str, Any], not
         key = file_key(tensor.key)
         state = tensor.key.state
         if key.endswith(quant.SUFFIXES) and state in quant.STATES:
-            continue  # Paddle's index names none of them
+            continue  # scales, which Paddle's index does not list
         weight_map[key] = where[number]
+        # Paddle computes the total before it quantises, when moments have 4 bytes an element.
         total += 4 * prod(tensor.shape) if state in quant.STATES else tensor.nbytes
         if state == quant.PACKED:
             weight_map[f"{tensor.key.name}/moment1_0"] = where[number]
@@ -302,10 +306,11 @@ def _stage(wanted: Wanted) -> tuple[str, int]:
 
 
 def fit(tensors: Sequence[LogicalTensor], hints: Hints, wish: LayoutWish) -> Fitted:
-    """Weights that Paddle would round from their fp32 masters on loading, where the source has none; and the states of
-    a tied pair under both of its names, as the loader of a job of several processes looks for them.
+    """The tensors to write, with two additions.
 
-    Nothing is made where the source was a unified checkpoint of that kind, or where nothing says dtype or tie.
+    Weights that the source lacks are rounded from their fp32 masters, as Paddle does on loading; and states of a tied
+    pair are written under both names, as the loader of a job of several processes looks for them. Nothing is added if
+    the source was a unified checkpoint of that kind, or if the config states neither dtype nor tie.
     """
     rows = list(enumerate(tensors))
     own = hints.get(PaddleHints) or PaddleHints()
@@ -337,7 +342,7 @@ def _round_masters(
 
 
 def _twins(rows: Rows) -> Rows:
-    """Masters and optimizer states of one name of the tied pair, under the other."""
+    """Masters and optimizer states of a tied pair under the name that does not have them yet."""
     pair: dict[str, str] = {}
     shapes = {tensor.key.name: tensor.shape for _, tensor in rows if tensor.key.state == MODEL}
     heads = [name for name in shapes if name.endswith("lm_head.weight")]
