@@ -46,8 +46,10 @@ class FileParts:
         reach = region.reach(nbytes)
         whole = region.numel * nbytes
         parts = self.parts_of(region.offset, region.offset + reach)
+        # Nearly always: a region is smaller than a part.
         if len(parts) == 1:
             yield parts[0], whole
+        # Without gaps: each part gets its intersection with the range.
         elif reach == whole:
             for number in parts:
                 low, high = self.bounds(number)

@@ -134,6 +134,7 @@ class Shares(Sequence[UploadShare]):
                 elif number in owners:
                     yield from self._cells(unit, item, number)
             if whole:
+                # Items that no other share needs are moved as one unit.
                 share = sum((item.stop - item.start) * self._plan.moves[item.move].item for item in whole)
                 yield Work(Unit(unit.files, tuple(whole), share), counts=True)
 

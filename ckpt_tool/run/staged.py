@@ -139,6 +139,7 @@ class Gaps:
             for at in range(start, stop, WINDOW):
                 data = bytearray(min(WINDOW, stop - at))
                 reader.pread(number, at, memoryview(data))
+                # Nearly all gaps are zero, which is quick to see.
                 if data.count(0) < len(data):
                     yield from self._odd(number, at, data)
 

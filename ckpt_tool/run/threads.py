@@ -28,6 +28,7 @@ class Workers:
                 thread.start()
             for thread in self._threads:
                 while thread.is_alive():
+                    # With a timeout, so that the main thread handles signals while it waits.
                     thread.join(0.2)
         except BaseException as e:
             stop(e)

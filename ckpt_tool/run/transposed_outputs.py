@@ -199,6 +199,7 @@ def write(sink: Sink, file: int, offsets: Sequence[int], slots: Sequence[memoryv
         done = sum(map(os.pwrite, repeat(fd), slots, offsets))
     except OSError:
         done = -1
+    # A short write or an error: written again, which is harmless.
     if done != len(slots[0]) * len(offsets):  # one at a time: that names the byte
         for offset, slot in zip(offsets, slots, strict=True):
             sink.pwrite(file, offset, slot, count=False)

@@ -332,6 +332,7 @@ class Walk:
                     for part in clip(source, wanted.at, wanted.at + wanted.numel):
                         to = wanted.offset + (part.at - wanted.at) * move.item
                         fd = self.writer.fds[wanted.file]
+                        # What was copied before is written again by the general way.
                         if not self.reader.copy_range(part.file, part.offset, fd, to, part.numel * move.item):
                             return False
         self.job.advance((self.stop - self.start) * move.item)

@@ -1,4 +1,4 @@
-"""What is done to an open descriptor, with errors that name the file: the system's own name none.
+"""Calls on open descriptors with errors that name the file, which the system's own errors do not.
 
 info = stat_of(fd, "out/model.safetensors")     StorageError with this path where it fails
 close_read(fd)                                  nothing was written through it, so nothing is lost if it fails
@@ -24,10 +24,10 @@ def stat_of(fd: int, path: str | os.PathLike[str]) -> os.stat_result:
 
 
 def close_read(fd: int) -> None:
-    """Close a file or folder that was only read, or that holds nothing that anybody counts on."""
+    """Close a file or folder that was only read, or whose content does not matter. Never raises."""
     try:
         os.close(fd)
-    except OSError:  # the descriptor is gone all the same
+    except OSError:  # the descriptor is closed even if `close` reports an error
         return
 
 
@@ -41,7 +41,7 @@ def close_written(fd: int, path: str | os.PathLike[str]) -> None:
 
 @contextmanager
 def naming(path: str | os.PathLike[str], doing: str) -> Iterator[None]:
-    """Raise an OSError that comes from inside as a StorageError that names the file and says what was being done."""
+    """Turns an OSError from inside the context into a StorageError that names the file and the operation."""
     try:
         yield
     except OSError as e:

@@ -1,4 +1,4 @@
-"""Opening what the user typed: a path, or a URL of a store.
+"""Opens the source that the user gave: a path, or the URL of a store.
 
 `s3://`, `gs://` and `az://` open as a `RemoteTree` over obstore, `hf://`, `memory://` and every other scheme that
 fsspec knows over fsspec. Both are imported only when a URL was given, so no other command ever loads code that opens
@@ -72,7 +72,8 @@ def open_tree(src: str | os.PathLike[str], *, follow_symlinks: bool = False) -> 
 
 
 def _looked_into(tree: Tree) -> Tree:
-    """The members of an archive (`storage.archive`), where the tree is one; any other tree as it is."""
+    """The tree of an archive's members (`storage.archive`) if the tree is an archive; any other tree unchanged."""
+    # The magic of a tar header, at its byte 257; the smallest archive is a header and an end mark.
     if tree.single is None or tree.size(tree.single) < 1024 or tree.read(tree.single, 257, 5) != b"ustar":
         return tree
     from ckpt_tool.storage.archive import unpacked

@@ -32,26 +32,28 @@ from typing import Any
 VARIABLE = "CKPT_TEST_WITHOUT"
 _WITHOUT = frozenset(os.environ.get(VARIABLE, "").split(","))
 
-# of renameat2
+# Flags of Linux' renameat2.
 _NOREPLACE = 1
 _EXCHANGE = 2
-# of renamex_np
+# Flags of macOS' renamex_np.
 _MAC_SWAP = 2
 _MAC_EXCLUSIVE = 4
-_MAC_NOFOLLOW = 1  # of its extended attributes: the link itself
+_MAC_NOFOLLOW = 1  # of macOS' calls for extended attributes: those of the link itself
+# Error numbers of macOS.
 _MAC_ENOATTR = 93
 _MAC_ENOTSUP = 45
-LONGEST_MARK = 4096
-_AT_FDCWD = -100
+LONGEST_MARK = 4096  # bytes of a mark's value, at most
+_AT_FDCWD = -100  # paths are relative to the working directory
+# Errors of a system or file system without the call.
 UNSUPPORTED = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 
 
 def rename_new(old: Path, new: Path) -> None:
-    """Rename; raise FileExistsError where `new` is there."""
+    """Rename. Raises FileExistsError if `new` exists."""
     if _rename(old, new, linux=_NOREPLACE, mac=_MAC_EXCLUSIVE):
         return
     if _link(old, new):
-        with suppress(OSError):  # the new name is there: a second one that stays is a leaving of the run
+        with suppress(OSError):  # the new name exists: an old one that remains is removed by `ckpt clean`
             os.unlink(old)
         return
     _rename_after_look(old, new)
@@ -64,8 +66,8 @@ def _rename_after_look(old: Path, new: Path) -> None:
 
 
 def exchange(old: Path, new: Path, aside: Path) -> Path:
-    """Exchange two names: what `new` was called is called `old` then, or `aside` where the system can't exchange. Which
-    one is returned. A file has the name `new` at every moment, a folder, where it can't, for a moment none."""
+    """Exchange two names. Returns the name that the former `new` has then: `old`, or `aside` if the system can't
+    exchange names. In that case the name `new` is free for a moment if it is a folder; for a file never."""
     if _rename(old, new, linux=_EXCHANGE, mac=_MAC_SWAP):
         return old
     is_linked = _link(new, aside)
@@ -74,7 +76,7 @@ def exchange(old: Path, new: Path, aside: Path) -> Path:
     try:
         os.rename(old, new)
     except OSError:
-        with suppress(OSError):  # what was there comes back to its name; where the disk refuses, the next run does it
+        with suppress(OSError):  # give the former `new` its name back; if the disk refuses, the next run does it
             if is_linked:
                 os.unlink(aside)
             else:
@@ -84,8 +86,8 @@ def exchange(old: Path, new: Path, aside: Path) -> Path:
 
 
 def _link(file: Path, name: Path) -> bool:
-    """Give a file a second name, or leave it that. False, with nothing done, for a folder, or where there are no such
-    links. Raises OSError; FileExistsError where the name is there and another's."""
+    """Give a file a second name, unless it has it already. Returns False, with nothing done, for a folder, or if the
+    file system has no hard links. Raises OSError; FileExistsError if the name belongs to another file."""
     info = os.lstat(file)
     if stat.S_ISDIR(info.st_mode):
         return False
@@ -95,7 +97,7 @@ def _link(file: Path, name: Path) -> bool:
         if not os.path.samestat(info, os.lstat(name)):
             raise
     except OSError as e:
-        # EPERM: of a file system without links, and of another user's file where the kernel guards those
+        # EPERM: the file system has no hard links, or the kernel protects files of other users from being linked.
         if e.errno in UNSUPPORTED or e.errno in (errno.EPERM, errno.EMLINK):
             return False
         raise
@@ -103,7 +105,7 @@ def _link(file: Path, name: Path) -> bool:
 
 
 def _rename(old: Path, new: Path, *, linux: int, mac: int) -> bool:
-    """Rename with the flags of this system. False, with nothing done, where it has none for this file system."""
+    """Rename with flags. Returns False, with nothing done, if the system or the file system does not support them."""
     if "renameat2" in _WITHOUT:
         return False
 
@@ -126,7 +128,7 @@ def _rename(old: Path, new: Path, *, linux: int, mac: int) -> bool:
 
 
 def set_mark(path: Path, name: str, value: bytes) -> None:
-    """Set an extended attribute of the path itself. Raises OSError; EOPNOTSUPP where there are none."""
+    """Set an extended attribute of the path itself, links not followed. Raises OSError; EOPNOTSUPP without support."""
     _need_marks(path)
     if hasattr(os, "setxattr"):
         os.setxattr(path, name, value, follow_symlinks=False)
@@ -135,7 +137,7 @@ def set_mark(path: Path, name: str, value: bytes) -> None:
 
 
 def get_mark(path: Path, name: str) -> bytes:
-    """An extended attribute. Raises OSError; ENODATA where it is not set, EOPNOTSUPP where there are none."""
+    """The value of an extended attribute. Raises OSError; ENODATA if it is not set, EOPNOTSUPP without support."""
     _need_marks(path)
     if hasattr(os, "getxattr"):
         return os.getxattr(path, name, follow_symlinks=False)
@@ -160,8 +162,8 @@ def _need_marks(path: Path) -> None:
 
 
 def _call_mac(call: str, path: Path, name: str, *more: Any) -> int:
-    """A call of macOS' C library on an extended attribute, for which Python has no function there. Raises OSError with
-    the numbers of Linux."""
+    """Call a function of macOS' C library for extended attributes, which Python does not offer there. Raises OSError
+    with the error names of Linux."""
     function = getattr(ctypes.CDLL(None, use_errno=True), call)
     function.restype = ctypes.c_ssize_t
     result = int(function(os.fsencode(path), name.encode(), *more))
@@ -174,7 +176,7 @@ def _call_mac(call: str, path: Path, name: str, *more: Any) -> int:
 
 
 def allocate(fd: int, size: int) -> None:
-    """Give an open file its size, and its space where the system can. Raises OSError."""
+    """Set the size of an open file, and reserve its space if the system can. Raises OSError."""
     if "fallocate" not in _WITHOUT and hasattr(os, "posix_fallocate"):
         try:
             os.posix_fallocate(fd, 0, size)
@@ -186,7 +188,7 @@ def allocate(fd: int, size: int) -> None:
 
 
 def copy_file_range(fd: int, to_fd: int, nbytes: int, offset: int, to_offset: int) -> int:
-    """Copy inside the kernel: bytes copied, 0 at the end of the file. Raises OSError; ENOSYS where there is no such
+    """Copy inside the kernel. Returns the bytes copied, 0 at the end of the file. Raises OSError; ENOSYS without such a
     call."""
     if "copy_file_range" in _WITHOUT or not hasattr(os, "copy_file_range"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -194,7 +196,8 @@ def copy_file_range(fd: int, to_fd: int, nbytes: int, offset: int, to_offset: in
 
 
 def flush(fd: int) -> None:
-    """fsync to the disk itself. Raises OSError."""
+    """fsync, through the disk's own cache too. Raises OSError."""
+    # On macOS fsync leaves the data in the cache of the disk; F_FULLFSYNC does not.
     full = getattr(fcntl, "F_FULLFSYNC", None)
     if full is not None:
         try:

@@ -1,14 +1,14 @@
-"""Files below an open folder: made, opened and listed without ever leaving it.
+"""Creates, opens and lists files below an open folder without ever leaving it.
 
     open_beneath(staging_fd, "zero/w/fp32.pt", os.O_RDWR | os.O_CREAT, make=True)
 
-The path is one that `core.inner_path` lets pass, each folder on the way is opened from the one above it and never
-through a link, and what is opened is a regular file under one name alone: a link, a FIFO, a device or a second hard
-link was put there by someone else, and leads elsewhere. So whatever happens to the folder's own path meanwhile, bytes
-go into it or nowhere.
+The path must be valid for `core.inner_path`, each folder on the way is opened relative to the one above it and never
+through a link, and the file must be a regular one with a single name: a link, a FIFO, a device or a second hard link
+was created by someone else, and leads elsewhere. So whatever happens to the folder's own path meanwhile, bytes are
+written into this folder or nowhere.
 
-Why not `openat2(RESOLVE_BENEATH)`: it costs less for deep paths alone, is Linux 5.6, and seccomp profiles of containers
-refuse it.
+Why not `openat2(RESOLVE_BENEATH)`: it is cheaper only for deep paths, needs Linux 5.6, and seccomp profiles of
+containers refuse it.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ class UnexpectedEntry(OSError):
 
 
 def open_beneath(folder: int, path: str, flags: int, mode: int = 0o666, *, make: bool = False) -> int:
-    """A descriptor of the file `path` below the open `folder`. make: the folders on the way too.
+    """A descriptor of the file `path` below the open `folder`. make: create the folders on the way.
 
-    Raises UnsafeInput E1600 for a path that leads elsewhere, Irregular for what is no file of a run, OSError.
+    Raises UnsafeInput E1600 for a path that leads elsewhere, UnexpectedEntry for an entry that no run has created, and
+    OSError.
     """
     *parents, name = inner_path(path)
     return _open(folder, parents, name, flags, mode, make=make)
 
 
 def open_own(folder: int, name: str, flags: int, mode: int = 0o600) -> int:
-    """The same for a name that is the caller's own, directly in the folder."""
+    """As `open_beneath`, for a name directly in the folder that the caller has chosen and that needs no check."""
     return _open(folder, [], name, flags, mode, make=False)
 
 
@@ -68,8 +69,8 @@ def _open(folder: int, parents: list[str], name: str, flags: int, mode: int, *, 
 
 @contextmanager
 def folder_beneath(folder: int, parents: Iterable[str], *, make: bool = False) -> Iterator[int]:
-    """The folder at `parents` below the open `folder`, open for a while. Raises Irregular for a link or a file on the
-    way."""
+    """A descriptor, for the length of the context, of the folder at `parents` below the open `folder`. Raises
+    UnexpectedEntry for a link or a file on the way."""
     at = folder
     try:
         for part in parents:
@@ -101,7 +102,7 @@ def _enter(folder: int, name: str, *, make: bool) -> int:
 
 
 def files_beneath(folder: int) -> Iterator[str]:
-    """The path of everything below the open folder that is no folder itself."""
+    """Yields the path of everything below the open folder that is not a folder; links count as files."""
     for at, folders, names, fd in os.fwalk(".", onerror=_fail, dir_fd=folder):
         for name in (*names, *(link for link in folders if stat.S_ISLNK(os.lstat(link, dir_fd=fd).st_mode))):
             yield os.path.normpath(os.path.join(at, name))

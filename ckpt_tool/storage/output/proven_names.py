@@ -1,9 +1,9 @@
-"""Hidden names that prove that we gave them, on file systems that have no extended attributes.
+"""Hidden names by which a run recognises what it has renamed itself, on file systems without extended attributes.
 
     step-100  ->  .step-100.3f9c21aa.ckpt-removed       the digits are a hash of the suffix, the name and the inode
 
-A folder that a person called so, or copied, or a name that went to another folder, has others: what a name only looks
-like is never touched. What this does not do: say what may happen to what bears such a name.
+A folder that a user named like this, a copy, or another folder that got the name, has other digits: a name that only
+looks right is never touched. What this does not do: decide what may happen to a path with such a name.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ _DIGITS = 8
 
 
 def proven_name(name: str, inode: int, suffix: str) -> str:
-    """What `name`, of this inode, is called while it is hidden. Two such names in one folder are never the same."""
+    """The hidden name of the path `name` with this inode. Unique in its folder."""
     return f".{name}.{_digits_of(name, inode, suffix)}{suffix}"
 
 
 def extra_bytes(suffix: str) -> int:
-    """How much longer than a name its hidden name is."""
+    """By how many bytes a hidden name is longer than the name."""
     return len(proven_name("", 0, suffix))
 
 
 def name_in(hidden: str, suffix: str) -> str:
-    """What a hidden name was made of.
+    """The original name in a hidden name.
 
     >>> name_in(".step-100.3f9c21aa.ckpt-removed", ".ckpt-removed")
     'step-100'
@@ -35,7 +35,7 @@ def name_in(hidden: str, suffix: str) -> str:
 
 
 def is_proven(hidden: Path, suffix: str) -> bool:
-    """Did `proven_name` make this name for what bears it? Raises OSError."""
+    """Do the digits of this hidden name match its inode, so that `proven_name` made it? Raises OSError."""
     inode = os.lstat(hidden).st_ino
     return hidden.name == proven_name(name_in(hidden.name, suffix), inode, suffix)
 

@@ -91,9 +91,10 @@ def _fault(what: str) -> Misuse:
 
 
 def item_nbytes(dtype: str) -> int:
-    """Bytes of one element of a dtype as `NumpyArray.dtype` spells it. Raises Misuse for kinds that are no bytes."""
+    """Bytes of one element of a dtype, spelled as in `NumpyArray.dtype`. Raises Misuse for kinds of no fixed size."""
     if dtype in _NAMED:
         return _NAMED[dtype]
+    # U: four bytes per character.
     code = dtype.lstrip("<>|=")
     if code[:1] in _KINDS and code[1:].isdigit() and len(code) <= 10:
         return int(code[1:]) * (4 if code[0] == "U" else 1)
@@ -118,6 +119,7 @@ def set_dtype_state(dtype: Symbol, state: Any) -> None:
     """Apply the state of a pickled dtype: its byte order, or the fields of a structured dtype. Raises Misuse."""
     if type(state) is not tuple or not 3 <= len(state) <= 9 or state[1] not in ("<", ">", "|", "="):
         raise _fault("state of a numpy.dtype is malformed")
+    # Subarray, field names, fields: a structured dtype.
     if any(item is not None for item in state[2:5]):
         object.__setattr__(dtype, "args", (STRUCTURED,))
         return
@@ -217,6 +219,7 @@ def device_tensor(array: NumpyArray, dtype: DType | None) -> ArrayRef | None:
     if stored == dtype:
         return ArrayRef(array, dtype)
     halved = stored.name == "F32" and dtype.name == "BF16"
+    # Little-endian: the lower 16 bits are the first two bytes of each value.
     if halved and not any(array.data[0::4]) and not any(array.data[1::4]):
         return ArrayRef(array, dtype, widened=True)
     return None

@@ -123,7 +123,8 @@ class Rows:
         return number
 
     def _make_program(self, kind: Kind, row: Sequence[Any]) -> tuple[Program, Columns] | None:
-        """What rows like this one consist of, and `RowRun.columns` of them; None where it is not of the kind."""
+        """Returns (the steps that read rows like this one, their `RowRun.columns`), None if the row is not of the
+        kind."""
         key: tuple[object, ...] = ()
         for record, (names, fields) in zip(row, kind, strict=True):
             if type(record) is not PickledRecord or record.name not in names or record.args or not record.state:

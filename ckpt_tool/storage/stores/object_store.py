@@ -195,20 +195,20 @@ class ObjectStore:
 
 
 def _errors() -> tuple[type[Exception], ...]:
-    """What obstore raises: classes of its own, and Python's for what is not there and for settings."""
+    """The exceptions of obstore: its own classes, and Python's for missing objects and for settings."""
     from obstore.exceptions import BaseError
 
     return (BaseError, OSError, ValueError)
 
 
 def _entry(meta: Any) -> StoreEntry:
-    """The ETag without its quotes: Azure's listings have none."""
+    """The entry for obstore's metadata. ETags lose their quotes, which Azure's listings do not have."""
     mark = (meta["e_tag"] or "").removeprefix('"').removesuffix('"')
     return StoreEntry(meta["size"], mark, "" if mark else f"{meta['last_modified'].timestamp():.0f}")
 
 
 def _code(error: BaseException) -> str:
-    """The <Code> of the store's answer, "" where it gave none."""
+    """The <Code> of the store's answer, "" if there is none."""
     found = _CODE.search(str(error))
     return found[1] if found else ""
 
@@ -219,7 +219,7 @@ def _status(error: BaseException) -> int:
 
 
 def _judge(error: Exception) -> Again | None:
-    """Server errors, throttling and connections that break are worth another try; what the server means is not."""
+    """Decides about a retry: yes for server errors, throttling and broken connections, no for definite answers."""
     if isinstance(error, FileNotFoundError):
         return None
     text = _reason(error)
@@ -233,16 +233,16 @@ def _judge(error: Exception) -> Again | None:
 
 
 def passing(status: int, code: str, *, wait: float = 0.0) -> Again | None:
-    """Why an answer of the store is worth another try, None where it is not one that passes. wait: as `Again`."""
+    """Why an answer of the store is worth a retry, None for errors that will not pass. wait: as in `Again`."""
     if status == 429 or any(code.startswith(word) for word in THROTTLES):
         return Again(f"the store asks for fewer requests ({code or status})", throttled=True, wait=wait)
-    if status >= 500 and status != 501:  # what it does not know it will not know later
+    if status >= 500 and status != 501:  # 501, not implemented, will not pass
         return Again(f"the store answers {status}{f' {code}' if code else ''}", wait=wait)
     return None
 
 
 def _reason(error: BaseException) -> str:
-    """What obstore says, without the dump of its own objects that follows."""
+    """The message of an obstore error, without the dump of its objects that follows."""
     return hide_in_message(" ".join(str(error).partition("\n\nDebug source")[0].split()))
 
 
@@ -265,7 +265,7 @@ def fault(
     doing: str,
     offset: int | None = None,
 ) -> StorageError:
-    """The same of a status, the store's code and text; 0 and "" where the store said nothing."""
+    """The same from a status and the store's code and text; 0 and "" if the store sent none."""
     s3 = cloud.name == "s3"
     made: tuple[str, str, str]
     if any(word in text for word in _NO_KEYS):
@@ -304,7 +304,7 @@ def fault(
 
 
 def given_url(url: str) -> str:
-    """The URL that the user gave, where `url` is one of the records that workers keep next to it.
+    """The URL of the output, if `url` is one of the records that workers keep next to it; else `url` itself.
 
     >>> given_url("s3://bucket/run/.out.ckpt-partial/claim-1")
     's3://bucket/run/out'
@@ -313,7 +313,7 @@ def given_url(url: str) -> str:
 
 
 def describe_credentials(url: str) -> str:
-    """Where the credentials for a store's URL come from, without any of their values. Asks no server."""
+    """Describes where the credentials for a store's URL come from, without their values. Sends no request."""
     scheme = url.partition("://")[0].lower()
     cloud = CLOUDS.get(scheme)
     if cloud is None:

@@ -72,11 +72,11 @@ class Store(Protocol):
 
 
 class Again(NamedTuple):
-    """Why a request is worth another try."""
+    """Why a request is retried."""
 
     reason: str
-    throttled: bool = False  # the store wants fewer requests
-    wait: float = 0.0  # seconds that it asks for
+    throttled: bool = False  # the store asks for fewer requests
+    wait: float = 0.0  # seconds for which the store asks
 
 
 def patiently(
@@ -86,8 +86,14 @@ def patiently(
     faults: tuple[type[Exception], ...],
     judge: Callable[[Exception], Again | None],
 ) -> T:
-    """What `ask` gives; tried again after one of `faults` that `judge` finds worth it. The last failure is raised, from
-    the one before it where it was not the first."""
+    """Returns what `ask` returns, retrying it after errors.
+
+    Args:
+        faults: the exceptions after which a retry is considered.
+        judge: decides whether an error is worth a retry; None if not.
+
+    Raises the last error, with the one before it as its cause if it was not the first.
+    """
     began = time.monotonic()
     wait = FIRST_WAIT
     before: Exception | None = None

@@ -62,15 +62,17 @@ class TorchZip:
     records: dict[str, ZipRecord]
     byteorder: str  # "little"
     head: int  # bytes before the first storage's data
-    tail: int  # bytes behind the last storage's
+    tail: int  # bytes after the last storage's data
     _archive: ZipArchive = field(repr=False, compare=False)
 
     @staticmethod
     def open(tree: Tree, path: str, start: int = 0, length: int | None = None, *, tail: int = 0) -> TorchZip:
         """Parse and check the directory. Reads no storage bytes.
 
-        tail: a guess of the bytes behind the last storage; right, the whole takes two preads for one storage. An item
-            of a DCP file that holds one tensor of `n` bytes: `length - before.head - n`, with the item before it.
+        tail: a guess of the bytes after the last storage. If it is right, opening a zip of one storage takes two
+        preads.
+            For an item of a DCP file with one tensor of `n` bytes: `length - before.head - n`, `before` being the
+            previous item.
         Raises CorruptFile E0340-E0348 (exit 3), UnsafeInput E0430-E0438 (exit 4).
         """
         size = tree.size(path)
@@ -101,7 +103,8 @@ class TorchZip:
         return opened
 
     def pickled(self, *, opcodes: int = pickles.OPCODE_LIMIT) -> Pickled:
-        """`data.pkl`, read inertly, its CRC checked, every storage it names present with the right length."""
+        """The content of `data.pkl`, read without executing anything. Its CRC is verified, and every storage that it
+        names must exist with the right length."""
         record = self.records["data.pkl"]
         if record.nbytes > PICKLE_LIMIT:
             raise self._corrupt(f"data.pkl has {record.nbytes} bytes, want at most {PICKLE_LIMIT}", "E0348", "data.pkl")
@@ -114,7 +117,7 @@ class TorchZip:
         return done
 
     def read(self, name: str) -> bytes:
-        """A whole record, its CRC checked. For the small ones; storages go through `array`."""
+        """A complete record, its CRC verified. For small records; storages are read through `array`."""
         record = self.records[name]
         data = self._archive.read(record.offset - self.start, record.nbytes)
         have = zlib.crc32(data)

@@ -104,7 +104,7 @@ class _ZipWriter:
         self.at += len(data)
 
     def _header(self, name: bytes, nbytes: int) -> None:
-        """A local header, padded so that the data behind it begins at a multiple of 64."""
+        """Write a local header, padded so that the data after it begins at a multiple of 64."""
         start = self.at
         wide = b""
         if nbytes >= _WIDE:
@@ -114,13 +114,14 @@ class _ZipWriter:
         if wide:
             wide = struct.pack("<HH", 1, len(wide)) + wide
         bare = start + LOCAL.size + len(name) + len(wide) + 4
+        # torch pads with an extra field of kind "FB", filled with "Z".
         padding = -bare % ALIGNMENT
         extra = wide + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
         flags = _FLAGS | (_DESCRIPTOR if nbytes else 0)
         self._put(LOCAL.pack(b"PK\x03\x04", 0, flags, 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra)
 
     def _descriptor(self, header: int, nbytes: int, crc: int) -> int:
-        """What follows the data; its offset, -1 when there is none."""
+        """Write the data descriptor that follows a member's data. Returns its offset, -1 for an empty member."""
         if not nbytes:
             return -1
         where = self.at
@@ -129,7 +130,7 @@ class _ZipWriter:
         return where
 
     def literal(self, name: str, data: bytes) -> None:
-        """A member whose bytes are known."""
+        """Add a member whose bytes are known."""
         raw = f"{self.root}/{name}".encode()
         header = self.at
         crc = zlib.crc32(data)
@@ -138,7 +139,7 @@ class _ZipWriter:
         self.entries.append(_ZipEntry(raw, len(data), header, crc, self._descriptor(header, len(data), crc)))
 
     def hole(self, name: str, nbytes: int) -> int:
-        """A member whose bytes come later: the offset where they go."""
+        """Add a member whose bytes are written later. Returns their offset."""
         raw = f"{self.root}/{name}".encode()
         header = self.at
         self._header(raw, nbytes)
@@ -150,7 +151,7 @@ class _ZipWriter:
         return offset
 
     def finish(self, nstorages: int) -> list[tuple[int, ...]]:
-        """The directory and the end records; the CRC holes of each storage, in order."""
+        """Write the directory and the end records. Returns the offsets of the CRC holes of each storage, in order."""
         directory = self.at
         holes: list[tuple[int, ...]] = []
         for entry in self.entries:
@@ -161,7 +162,9 @@ class _ZipWriter:
             size = min(entry.nbytes, _WIDE)
             header = min(entry.header, _WIDE)
             if entry.crc is None:
+                # The CRC follows 4 bytes of signature in the descriptor, and 16 bytes of other fields in the directory.
                 holes.append((entry.descriptor + 4, self.at + 16))
+            # An empty storage has no descriptor, and its CRC is 0: no holes.
             elif entry.name[len(self.root.encode()) + 1 :].startswith(b"data/"):
                 holes.append(())
             flags = _FLAGS | (_DESCRIPTOR if entry.nbytes else 0)
