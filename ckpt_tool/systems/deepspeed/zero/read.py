@@ -336,7 +336,7 @@ class ZeroReader:
                         what = f"shape {list(shape)}, but {list(self.shapes[name])} in another stage"
                         raise disagree(what, module.path, name)
 
-                # Round robin deals the parameters to the ranks: the group's own order is the undealt one.
+                # Round robin reorders the parameters for the ranks; `undeal` restores the group's own order.
                 is_dealt = self.config.round_robin and self.stage != 3
                 self.stages[mp][group.number] += undeal(names, self.dp // group.ep) if is_dealt else names
             yield group
@@ -344,7 +344,7 @@ class ZeroReader:
     def _build_group(
         self, shapes: Mapping[str, Shape], ranks: Sequence[FlatTensor], file: OptimizerFile, shown: str
     ) -> FlatGroup:
-        """A flat group. Raises InconsistentCheckpoint E0359 where its partitions are not those of the data ranks.
+        """Return a flat group. Raises InconsistentCheckpoint E0359 if its partitions don't fit the data ranks.
 
         Args:
             shapes: the entry of `param_shapes`.
@@ -370,8 +370,8 @@ class ZeroReader:
         return FlatGroup(shapes, number, ep, size, gaps)
 
     def _check_array(self, stored: FlatTensor, array: FlatArray, path: str) -> None:
-        """Raise InconsistentCheckpoint E0359 where a flat tensor does not have the length that the job gives it, or
-        where the rank's own record places parameters differently."""
+        """Raise InconsistentCheckpoint E0359 if a flat tensor has another length than the job computes, or if the
+        rank's own record places parameters differently."""
         numel = stored.master.numel
         if self.stage == 3 and numel != array.size:
             raise disagree(
@@ -533,7 +533,7 @@ class ZeroReader:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Are two values out of pickles equal? NaN equals NaN."""
+    """Return whether two values from pickles are equal, in type too; NaN equals NaN."""
     if isinstance(a, float) and isinstance(b, float) and a != a:
         return b != b
     if isinstance(a, dict) and isinstance(b, dict):
@@ -544,7 +544,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def _differing_values(values: Mapping[str, Any], others: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """(key, value, other value) of the values that differ."""
+    """Yield (key, value, other value) of the values that differ."""
     for key in sorted(values.keys() | others.keys(), key=str):
         if not same(values.get(key), others.get(key)):
             yield str(key), values.get(key), others.get(key)
@@ -556,7 +556,7 @@ def _difference_error(path: str, what: str, value: Any, first_value: Any, first_
 
 
 def _list_differences(file: ModuleFile, first: ModuleFile) -> Iterator[str]:
-    """What a data rank's module file says differently from the first one of its stage."""
+    """Yield how a data rank's module file differs from the first one of its stage."""
     shapes = file.shapes
     first_shapes = first.shapes
     if shapes is None or first_shapes is None or len(shapes) != len(first_shapes):
@@ -584,7 +584,7 @@ def _fragment_dtypes(file: ModuleFile) -> list[tuple[str, str]]:
 
 
 def _first_difference(what: str, items: Iterable[Any], others: Iterable[Any]) -> Iterator[str]:
-    """Where two lists begin to differ, if they do."""
+    """Yield the first difference between two lists, if there is one."""
     for place, (a, b) in enumerate(zip_longest(items, others)):
         if a != b:
             yield f"{what} has {_show_entry(a)} at place {place}, but {_show_entry(b)}"
@@ -592,7 +592,7 @@ def _first_difference(what: str, items: Iterable[Any], others: Iterable[Any]) ->
 
 
 def _find_contradictions(file: ModuleFile, *, stage3: bool) -> Iterator[str]:
-    """Names that a file lists as two things, or that its module does not have."""
+    """Yield the names that a file lists in two roles, or that its module does not have."""
     trained = {name: None for group in file.shapes or () for name in group}
     buffers = set(file.buffers)
 

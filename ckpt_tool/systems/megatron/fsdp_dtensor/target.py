@@ -72,31 +72,36 @@ from ckpt_tool.systems.megatron.wanted import UNHELD, unheld, vocabulary_rows
 
 EXPERTS = "E0237"
 NO_RULE = "E0275"
-_OWN = ("args", "model", "optimizer", "rng_state", OURS)  # keys that are laid out here
-_FOREIGN = ("content_metadata", "sharded_objects", EXTRA_STATES)  # what torch_dist says of its own files
+_OWN = ("args", "model", "optimizer", "rng_state", OURS)  # keys whose values are made here
+_FOREIGN = ("content_metadata", "sharded_objects", EXTRA_STATES)  # values about the files of a torch_dist source
 
 
 class _StoredKey(NamedTuple):
-    """What of a tensor is stored under one key."""
+    """The part of a tensor that is stored under one key."""
 
-    part: str  # of `megatron.parts`
-    shape: tuple[int, ...]  # the stored tensor's
+    part: str  # of `megatron.parts`, "" for the whole tensor
+    shape: tuple[int, ...]  # of the stored tensor
     moves: list[tuple[Box, Box]]  # (box of the stored tensor, box of the whole one)
 
 
 def fsdp_target(wanted: Wanted) -> Target:
-    """The whole output. Raises UsageError: E0237, E0273 (degrees that the model can't take), E0275 (sections that are
-    not known), E2001 (what can't be held), E0242."""
+    """Return all files of the output.
+
+    Raises:
+        UsageError: E0237, E0273 degrees that the model can't take, E0275 sections that are not known, E2001 tensors
+        that
+            the format can't hold, E0242.
+    """
     return _MegatronFsdpWriting(wanted).target()
 
 
 def _undivided_share(number: int, shape: tuple[int, ...]) -> TensorShare:
-    """A tensor that rank 0 stores whole."""
+    """Return the share of a tensor that rank 0 stores whole."""
     return TensorShare(number, (StoredItem(whole(shape), (0,) * len(shape), shape, 0),))
 
 
 class _MegatronFsdpWriting:
-    """One target in the making."""
+    """The planning of one target: decisions in `__init__`, files in `target`."""
 
     def __init__(self, wanted: Wanted) -> None:
         self.wanted = wanted
@@ -125,7 +130,9 @@ class _MegatronFsdpWriting:
         self._cuts: dict[tuple[str, tuple[int, ...]], list[_StoredKey]] = {}
 
     def _spelling(self, own: FsdpHints | None, shapes: Mapping[str, tuple[int, ...]]) -> FsdpHints:
-        """How keys are spelled: as the source's, or by its arguments (a spec is wished, another format)."""
+        """Return how keys are spelled: as in the source, or by its arguments if it has another format or --spec is
+        given.
+        """
         if (
             own is not None
             and self.wanted.source_format == "megatron-fsdp"
@@ -155,7 +162,7 @@ class _MegatronFsdpWriting:
         )
 
     def _vocabulary(self) -> tuple[int | None, int | None]:
-        """(rows to store, rows that there are) of the vocabulary's tensors, where Megatron pads them; else None."""
+        """Return (rows to store, rows of the model) of the vocabulary's tensors, (None, None) if nothing is padded."""
         number = {t.key.name: i for i, t in enumerate(self.wanted.tensors) if t.key.state == MODEL}
         rows, kept, notes = vocabulary_rows(self.wanted, number, self.facts, self.degrees["tp"])
         have = next(
@@ -171,13 +178,13 @@ class _MegatronFsdpWriting:
         return (rows, kept) if rows and rows > have else (None, None)
 
     def _pad_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape in the files."""
+        """Return the tensor's shape in the files, with the padding of a vocabulary."""
         if self.rows is None or not is_vocabulary(name) or shape[:1] != (self.kept,):
             return shape
         return (self.rows, *shape[1:])
 
     def _check_rules(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise UsageError E0275 for what can't be cut, or has no way of Megatron's to be stored."""
+        """Raise UsageError E0275 for a tensor that can't be cut, or that Megatron can't store in this format."""
         for name, shape in shapes.items():
             rule = self.job.rule(name, len(shape))
             if name.endswith(names.BY_HEAD):
@@ -249,7 +256,7 @@ class _MegatronFsdpWriting:
                 fqn = state_key(local, state, self.hints, stored.part)
                 path = ("optimizer", "state", fqn.removeprefix(STATES).removesuffix(f".{state}"), state)
             self._check(fqn, tensor, stored.part, own=own)
-            if own:  # each half has a step, and nothing else that is not its parameter's shape
+            if own:  # a step is repeated for each half; no other state may differ from its parameter's shape
                 self.items.tensor(
                     self._add(fqn), path, tensor.shape, [_undivided_share(number, tensor.shape)], self.folder
                 )
@@ -258,14 +265,18 @@ class _MegatronFsdpWriting:
                 self.items.tensor(self._add(fqn), path, stored.shape, [share], self.folder)
 
     def _check(self, fqn: str, tensor: WantedTensor, part: str, *, own: bool) -> None:
-        """Raise UsageError E2001 for a name that would not be read back, or a state of a shape of its `own` that has to
-        go to several parts."""
+        """Raise UsageError E2001 for a name that would be read back as another, or a state that can't be split into
+        parts.
+
+        own: whether the state has another shape than its parameter.
+        """
         made = parse(fqn)
         if made is None or made.key != tensor.key or made.part != part or (own and part and tensor.shape):
             raise unheld("megatron-fsdp", tensor, self.wanted.tensors)
 
     def _find_stored_keys(self, name: str, shape: tuple[int, ...]) -> list[_StoredKey]:
-        """What is stored of a tensor, by key. Decided once for those of one shape in all layers, of all experts."""
+        """Return the parts in which a tensor is stored; the same for all layers and experts, so the result is
+        cached."""
         template = ".".join("*" if word.isdecimal() else word for word in name.split("."))
         found = self._cuts.get((template, shape))
         if found is None:
@@ -298,7 +309,7 @@ class _MegatronFsdpWriting:
         yield _StoredKey("", shape, moves)
 
     def _items(self, number: int, stored: _StoredKey) -> Iterator[StoredItem]:
-        """The boxes under one key: of tensor ranks, cut by rows between data ranks."""
+        """Yield the boxes under one key: those of tensor ranks, cut by rows between data ranks."""
         tp = self.degrees["tp"]
         ep = self.degrees["ep"]
         etp = self.degrees["etp"]
@@ -330,7 +341,7 @@ class _MegatronFsdpWriting:
     # -- everything else -----------------------------------------------------------------------------------------------
 
     def _values(self) -> dict[Any, Any]:
-        """The nested dict without the model and the optimizer's states."""
+        """Return the nested dict without the model and the optimizer's states."""
         out: dict[Any, Any] = {"args": Opaque(NAMESPACE, (), self._arguments())}
         out |= {"checkpoint_version": 3.0, "iteration": 0}
         carried = {key: value for key, value in self.wanted.extras.items() if key not in (*_OWN, *_FOREIGN)}
@@ -359,7 +370,7 @@ class _MegatronFsdpWriting:
         return kept
 
     def _rng(self) -> dict[str, Any]:
-        """RNG states by stage and tensor rank, where tensor ranks are still those that had them."""
+        """Return the RNG states by stage and tensor rank, {} (with a note) if the ranks are not the source's."""
         states = self.wanted.extras.get("rng_state")
         if not states:
             if can_resume(self.wanted.tensors):
@@ -378,7 +389,7 @@ class _MegatronFsdpWriting:
         return {"rng_state": value}
 
     def _groups(self) -> dict[str, Any]:
-        """The hyperparameters of each parameter that the optimizer has a state of."""
+        """Return the hyperparameters of each parameter that has states of the optimizer."""
         states = {t.key.name for t in self.wanted.tensors if t.key.state not in (MODEL, EXTRAS)}
         trained = [name for name in self.model if name in states and not names.is_buffer(name)]
         stored = [group for one in chained(self.wanted.extras.get("optimizer")) for group in groups_of(one)]
@@ -394,12 +405,15 @@ class _MegatronFsdpWriting:
         return {"optimizer": {"param_to_group_meta": meta}}
 
     def _wrap_name(self, name: str) -> str:
-        """A parameter's name with the optimizer's wrappers."""
+        """Return a parameter's name with the wrappers' prefix of the optimizer's keys."""
         return f"{self.hints.optimizer}{spelled(name, self.hints, self.model)}"
 
     def _choose_groups(self, trained: Iterable[str], stored: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Each parameter's group. Experts have what the source says of them; that it is an experts' group is said where
-        Megatron-FSDP said so itself: core 0.19 does not, its parameters have lost that mark."""
+        """Return the group of each parameter.
+
+        Experts have the source's hyperparameters. `is_expert_parallel` is only kept if the source is a Megatron-FSDP
+        checkpoint that has it: core 0.19 writes none, because its parameters have lost that mark.
+        """
         own = any(map(is_expert_group, stored))
         keys: dict[bool, dict[str, GroupKey]] = {False: {}, True: {}}
         for name in trained:
@@ -414,7 +428,7 @@ class _MegatronFsdpWriting:
         return out | {name: stored[n] for name, n in self.hints.groups.items() if name in out and n < len(stored)}
 
     def _left_of_optimizer(self) -> None:
-        """Say what of the optimizer's plain values has no place."""
+        """Add a note on the optimizer's plain values that Megatron-FSDP has no place for."""
         left = dict.fromkeys(
             str(key)
             for one in chained(self.wanted.extras.get("optimizer"))
@@ -427,7 +441,7 @@ class _MegatronFsdpWriting:
 
 
 def _plain(value: Any) -> Any:
-    """An RNG state with bytes in place of tensors that are known."""
+    """Return an RNG state with bytes in place of its tensors."""
     if isinstance(value, Known):
         return value.data
     if isinstance(value, Mapping):
@@ -436,7 +450,7 @@ def _plain(value: Any) -> Any:
 
 
 def _slice(shape: tuple[int, ...], dim: int | None, rank: int, size: int) -> Box:
-    """A tensor rank's box of the stored tensor."""
+    """Return a tensor rank's box of the stored tensor."""
     if dim is None:
         return whole(shape)
     n = shape[dim] // size
@@ -445,7 +459,7 @@ def _slice(shape: tuple[int, ...], dim: int | None, rank: int, size: int) -> Box
 
 
 def _rows(box: Box, shards: int) -> Iterator[tuple[Box, int]]:
-    """The box cut by whole rows: (a data rank's, its number)."""
+    """Yield (box of a data rank, its number), cutting the box by whole rows."""
     if not box.shape:
         yield box, 0
         return

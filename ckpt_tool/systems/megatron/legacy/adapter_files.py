@@ -1,14 +1,14 @@
-"""verl's adapters of Megatron models: a file a rank, with the adapter alone, under the rank's own names.
+"""verl's adapters of Megatron models: a file for each rank, with only the adapter, under the rank's own names.
 
     actor/adapter_checkpoint/mp_rank_TT[_PPP][_EEE]_adapter.pt   {"adapter_state_dict": {name: tensor}}
           transformer_config.json     the model's config and the job's degrees, as data (with `extra` in save_contents)
           dist_ckpt/                  the optimizer of the adapter, scheduler and RNG states (`legacy.adapter_states`)
           huggingface/                config.json of the base, tokenizer
 
-A file holds what the rank's first model chunk has with `.adapter.` in its name: layers and experts under local numbers.
-So the boxes are those of a rank folder (`megatron.job`), with no more to know than which number of a name is the stage
-and which the experts': transformer_config.json says that. A grouped linear of experts has one adapter for all experts
-of the rank (r, in), which each of them is given, or one for each (experts, r, in).
+A file holds the tensors of the rank's first model chunk with `.adapter.` in their names: layers and experts under local
+numbers. So the boxes are those of a rank folder (`megatron.job`), once it is known which number of a file's name is the
+stage and which the expert rank: transformer_config.json states that. A grouped linear of experts has one adapter (r,
+in) for all experts of the rank, which becomes the adapter of each of them, or one for each (experts, r, in).
 
 Nothing that verl writes states alpha: `--lora-alpha` does (`actor_rollout_ref.model.lora.alpha` of the run).
 
@@ -55,10 +55,11 @@ _EXPERTS_ARRAY = 3  # dims of an array with one adapter for each expert
 
 
 def read_files(tree: Tree, alpha: float | None = None) -> Catalog:
-    """The catalog of a folder that has such files. alpha: what the user says that it is.
+    """Return the catalog of a folder that has such files. alpha: the user's alpha (`--lora-alpha`).
 
     Raises Incomplete E0302 (ranks, layers), InconsistentCheckpoint E0305, InputError E2790 (names whose numbers nothing
-    explains, files of another content), UnmappedTensor E2003, and what the containers raise."""
+    explains, files of another content), UnmappedTensor E2003, and what the containers raise.
+    """
     files = adapter_files(tree)
     contents = read_by_file(files, lambda file: read_content(tree, file))
     ranks = {file: list(_arrays(tree, file, content)) for file, content in contents.items()}
@@ -105,7 +106,7 @@ def read_files(tree: Tree, alpha: float | None = None) -> Catalog:
 
 
 def _check_sizes(tree: Tree, degrees: Mapping[str, int], adapters: int) -> None:
-    """Raise InputError E2790 for degrees, or adapters of experts, that would take for ever."""
+    """Raise InputError E2790 for degrees or numbers of experts that no job has, and that would take forever to list."""
     if prod(degrees[dim] for dim in ("tp", "pp", "ep", "etp")) > _MOST or adapters > _MOST:
         raise InputError(
             f"{CONFIG} says degrees or experts that no job has: {', '.join(f'{k} {v}' for k, v in degrees.items())}",
@@ -116,7 +117,7 @@ def _check_sizes(tree: Tree, degrees: Mapping[str, int], adapters: int) -> None:
 
 
 def _arrays(tree: Tree, file: str, content: TorchContent) -> Iterator[tuple[str, StoredArray]]:
-    """(the rank's own name, array) of each tensor of a file. Raises InputError E2790."""
+    """Yield (the rank's own name, array) of each tensor of a file. Raises InputError E2790 for other content."""
     for path, array in content.leaves:
         match path:
             case (str(root), str(name)) if root == ROOT_KEY:
@@ -131,12 +132,12 @@ def _arrays(tree: Tree, file: str, content: TorchContent) -> Iterator[tuple[str,
 
 
 def _plain(name: str) -> str:
-    """A name without what holds a model inside wrappers."""
+    """Return a name without the wrapper's prefix."""
     return name.removeprefix("module.")
 
 
 def _config(tree: Tree) -> Mapping[str, Any]:
-    """The plain fields of transformer_config.json, {} without one."""
+    """Return the plain fields of transformer_config.json, {} if there is no such file."""
     if not tree.exists(CONFIG):
         return {}
     found = strict_json.parse(tree.read_whole(CONFIG, limit=_LIMIT), path=tree.display(CONFIG))
@@ -145,8 +146,10 @@ def _config(tree: Tree) -> Mapping[str, Any]:
 
 
 def _degrees(tree: Tree, files: Mapping[str, tuple[int, ...]], facts: MegatronFacts, *, known: bool) -> dict[str, int]:
-    """The job's degrees: those that its config states, else what the names show. Raises Unexplained E3030 for names of
-    two numbers that nothing explains."""
+    """Return the job's degrees: those that its config states, else those that the names show.
+
+    Raises Unexplained E3030 if names have two numbers and nothing states what the second one means.
+    """
     if known:
         degrees = dict(facts.degrees)
         return degrees | {"dp": max(degrees["dp"], degrees["ep"]), "vpp": 1}
@@ -190,8 +193,10 @@ def _job(tree: Tree, held: Held, facts: MegatronFacts, degrees: dict[str, int], 
 
 
 def _stages(tree: Tree, held: Held, facts: MegatronFacts, degrees: Mapping[str, int], local: Iterable[str]) -> Stages:
-    """Layers of each stage, as the files show them. Raises Incomplete E0302 where they are not all of the model's: of a
-    virtual pipeline they never are."""
+    """Return the layers of each stage, as the files show them.
+
+    Raises Incomplete E0302 if layers are missing; for a virtual pipeline they always are.
+    """
     if facts.vpp > 1:
         raise _first_chunks(tree, facts, local)
     counts = [0] * degrees["pp"]
@@ -239,7 +244,7 @@ def _is_stack(name: str, array: StoredArray) -> bool:
 def _members(
     job: MegatronJob, name: str, array: StoredArray, rank: MegatronRank
 ) -> Iterator[tuple[RankArray, StoredArray]]:
-    """What an array of a rank is in the whole model: one tensor, or one of each expert of a grouped linear."""
+    """Yield the logical tensors in a rank's array: one, or one for each expert of a grouped linear."""
     name = _plain(name)
     found = _GROUPED.fullmatch(name)
     if found is None:

@@ -531,7 +531,7 @@ class _Writing:
         return {}
 
     def _choose_common(self) -> dict[str, Any]:
-        """Extras that are written next to the model in every file; what can't be written is named."""
+        """Return the extras that are written next to the model in every file; a note names those that can't be."""
         common = {
             key: value
             for key, value in self.extras.items()
@@ -540,7 +540,7 @@ class _Writing:
         return written_of(common, EXTRAS_LEFT, self.notes)
 
     def _extra_tensors(self) -> tuple[int | None, list[tuple[tuple[str | int, ...], int]], list[int]]:
-        """Tensors among the extras: (the loss scale, those with a place of their own, those under our key)."""
+        """Return the numbers of the tensors among the extras: (loss scale, those with a path, those under our key)."""
         scale = None
         placed = []
         kept = []
@@ -550,7 +550,7 @@ class _Writing:
                 continue
             path = tensor.path
 
-            # Only a checkpoint of this very format says where its tensors belong.
+            # Only a source of this format has paths that are valid in this format.
             if path[:1] == ("optimizer",) and path[-2:] == _SCALE and not self.states.form.none:
                 scale = number if scale is None else scale
             elif is_from_megatron and path and path[0] not in _RESERVED_KEYS and path[0] in self.extras:
@@ -591,7 +591,7 @@ class _Writing:
         return composer.file(f"{self.folder}{rank.path}/{MODEL_FILE}", content)
 
     def _compose_model(self, arrays: list[RankArray], scales: Mapping[str, Any], composer: TorchComposer) -> OrderedMap:
-        """The model's dict, with extra states (None, or the source's scales) after the parameters of their modules."""
+        """Return the model's dict, with extra states (None, or the source's scales) after their modules' parameters."""
         model = OrderedMap()
         last_of_module: dict[str, str] = {}
 
@@ -607,7 +607,8 @@ class _Writing:
         return model
 
     def _has_extra_state(self, module: str) -> bool:
-        """Has the module an extra state? As the source shows it, else as Transformer Engine's linears have one."""
+        """Return whether the module has an extra state: as in the source, else if it is a linear of Transformer
+        Engine."""
         source_patterns = self.decided.extra_states
         if source_patterns is not None:
             pattern = ".".join("*" if word.isdecimal() else word for word in module.split("."))
@@ -633,14 +634,14 @@ class _Writing:
         return optimizers if len(optimizers) > 1 else optimizers[0]
 
     def _source_scaler(self) -> dict[str, Any] | None:
-        """fp16's loss scaler, one for all chained optimizers."""
+        """Return fp16's loss scaler, which all chained optimizers share, None if there is none."""
         for optimizer in chained(self.extras.get("optimizer")):
             if isinstance(optimizer, dict) and isinstance(optimizer.get("grad_scaler"), dict):
                 return dict(optimizer["grad_scaler"])
         return None
 
     def _compose_vocabulary_tail(self, composer: TorchComposer) -> dict[str, dict[str, Any]]:
-        """Rows of vocabularies that Megatron does not load at this tensor parallel size: {state: {name: tensor}}."""
+        """Return the rows of vocabularies that Megatron does not load at this degree: {state: {name: tensor}}."""
         kept = self.job.kept
         all_rows = self.decided.all_rows
         out: dict[str, dict[str, Any]] = {}
@@ -659,7 +660,9 @@ class _Writing:
         return composer.tensor(tensor.shape, tensor.dtype, [StoragePart(number, whole(tensor.shape), 0)])
 
     def _compose_ours(self, arrays: list[RankArray], composer: TorchComposer, *, first: bool) -> dict[str, Any]:
-        """What Megatron has no place for; whole tensors and extras in the first file alone."""
+        """Return the values that Megatron has no place for, for our key; whole tensors and extras only for the first
+        file.
+        """
         ours: dict[str, Any] = {}
         cut_states = self.states.compose_cut_states(arrays, composer)
         if cut_states:
@@ -700,7 +703,7 @@ EXTRAS_LEFT = "extras left out, values of classes that are not written: {}"
 
 
 def written_of(values: Mapping[Any, Any], line: str, notes: list[str]) -> dict[Any, Any]:
-    """Those that the pickle writer can write. line: the note on the others, with a place for their names."""
+    """Return the values that the pickle writer can write. line: the note on the others, with `{}` for their names."""
     refused = [key for key, value in values.items() if not writable(value)]
     if refused:
         notes.append(line.format(", ".join(map(str, refused[:20]))))
@@ -712,7 +715,7 @@ def _is_rank_folder(key: Any) -> bool:
 
 
 def writable(value: Any) -> bool:
-    """Can the pickle writer write it?"""
+    """Return whether the pickle writer can write the value."""
     try:
         dumps(value)
     except UsageError:

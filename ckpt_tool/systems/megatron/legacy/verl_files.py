@@ -1,5 +1,7 @@
-"""verl's files of an adapter that was trained in Megatron, by their names. Whoever opens a checkpoint asks for them, so
-nothing heavy is imported here."""
+"""verl's files of an adapter that was trained in Megatron, recognised by their names.
+
+Every opening of a checkpoint looks for them, so nothing heavy is imported here.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import re
 
 from ckpt_tool.storage.source import Tree
 
-# verl's, in the folder of a model
+# verl's subfolders in the folder of a model
 ADAPTERS = "adapter_checkpoint/"
 STATES = "dist_ckpt/"
 _ADAPTER = re.compile(rf"(?:{ADAPTERS})?mp_rank_(\d{{2,4}})(?:_(\d{{3,4}}))?(?:_(\d{{3,4}}))?_adapter\.pt", re.ASCII)
@@ -15,8 +17,7 @@ _OF_STATES = re.compile(rf"{STATES}(?:\.metadata|common\.pt|metadata\.json|__\d{
 
 
 def adapter_files(tree: Tree) -> dict[str, tuple[int, ...]]:
-    """Every rank's file of an adapter, as verl calls them -> the numbers of its name, in the order of names; {} where
-    there is none."""
+    """Return {file: numbers in its name} of all ranks' adapter files, in the order of names; {} if there is none."""
     if tree.single is not None:
         return {}
 
@@ -29,5 +30,5 @@ def adapter_files(tree: Tree) -> dict[str, tuple[int, ...]]:
 
 
 def states_beside(tree: Tree) -> frozenset[str]:
-    """What the job saved of the adapter's optimizer next to its files."""
+    """Return the files of the adapter's optimizer, which the job saved next to the adapter's files."""
     return frozenset(path for path in tree.listing() if _OF_STATES.fullmatch(path))

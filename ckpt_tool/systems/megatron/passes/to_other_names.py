@@ -1,10 +1,9 @@
-"""What belongs to Megatron alone in tensors whose names become another system's: how norms are centred, and rows that
-only fill up a vocabulary.
+"""Removes what only Megatron has when names are translated to another system's: centred norms and vocabulary padding.
 
     101 words, make_vocab_size_divisible_by 4, 2 tensor ranks: 104 rows   ->   the hub's embedding has the 101
 
-Without `--vocab-size` Megatron's padding is left behind on the way to a system that has none. Its arguments state the
-padded size, and where its tokenizer is known the real one; rows are cut only where they say that the rows beyond the
+Without `--vocab-size` Megatron's padding is dropped on the way to a system that has none. Its arguments state the padded
+size and, if its tokenizer is known, the real one; rows are cut only if the arguments confirm that the rows beyond the
 config's vocabulary are padding. Otherwise nothing is cut, and the mapping reports that config and shapes contradict
 each other. (Megatron-LM 0.16.1 `training/tokenizer/tokenizer.py`, `_vocab_size_with_padding`.)
 """
@@ -27,14 +26,14 @@ _RANKS = 64  # tensor ranks of the largest jobs: a rank pads by less than the mu
 
 
 def leave_names(chosen: Chosen, found: FamilyMatch) -> tuple[Chosen, FamilyMatch]:
-    """`chosen` without padding, and the dialect of its names as its norms are centred."""
+    """Return `chosen` without padding, and the match with the dialect that fits how its norms are centred."""
     if found.dialect == "megatron" and centred_norms(chosen.sources[0]) == (not found.family.centred):
         found = found._replace(dialect=SHIFTED)
     return without_padding(chosen, chosen.config), found
 
 
 def without_padding(chosen: Chosen, config: Mapping[str, Any] | None) -> Chosen:
-    """`chosen` without the rows that only fill up Megatron's vocabulary, in every state; counted in the report."""
+    """Return `chosen` without the rows that only pad Megatron's vocabulary, in every state; the report counts them."""
     args = arguments(chosen.sources[0].catalog.extras)
     size = (config or {}).get("vocab_size")
     padded = args.get("padded_vocab_size")

@@ -67,7 +67,7 @@ _SMALL = 4096  # bytes of an object item that is compared whole
 
 @dataclass(slots=True)
 class Objects:
-    """What was found."""
+    """The values of a checkpoint that are no tensors, as far as they are read."""
 
     extras: dict[str, Any] = field(default_factory=dict)  # as the catalog has them
     leaves: list[tuple[Path, StoredArray]] = field(default_factory=list)  # tensors of the common state
@@ -82,8 +82,11 @@ class Objects:
 
 
 def read_objects(tree: Tree, folder: str, entries: Mapping[str, ObjectEntry], items: DcpItems) -> Objects:
-    """Everything that is no tensor entry. Raises Incomplete (E0301) without a common state, InconsistentCheckpoint
-    (E0379) for step counters that differ, and what pickles and containers raise."""
+    """Return everything that is no tensor entry.
+
+    Raises Incomplete E0301 without a common state, InconsistentCheckpoint E0379 for step counters that differ, and what
+    pickles and containers raise.
+    """
     out = Objects()
     shards = {fqn: parse_object(fqn) for fqn in entries}
     states = [entry for fqn, entry in entries.items() if _is_extra(shards[fqn])]
