@@ -1,13 +1,14 @@
-"""Adapters between systems: a LoRA or DoRA under PEFT's names or Megatron's, with the config of the other.
+"""Converts LoRA and DoRA adapters between PEFT and Megatron: names, layouts and configs.
 
     megatron-dist of a LoRA run -> --to peft             names and rows by the family's equations (`families.low_rank`),
                                                          adapter_config.json from the run's config
     PEFT's folder               -> --to megatron-dist    the same equations backwards, run_config.yaml from PEFT's
 
-Megatron has one A for all projections that a weight fuses, PEFT one for each. On the way to PEFT each is given it; on
-the way back they are read and compared: equal ones are written once, others as Megatron-Bridge's canonical LoRA, which
-keeps q, k, v, gate and up apart, and where that has no place for them either (experts, DoRA, ms-swift) nothing is
-written. Ranks are those of the tensors; alpha is the config's, so the scaling stays alpha / rank of each module.
+Megatron has one A for all projections that a weight fuses, PEFT one for each. On the way to PEFT, A is copied for each
+projection. On the way back the copies are read and compared: equal ones are written once, others as Megatron-Bridge's
+canonical LoRA, which has separate adapters for q, k, v, gate and up. If that has no place for them either (experts,
+DoRA, ms-swift), nothing is written. Ranks are those of the tensors and alpha is the config's, so the scaling of each
+module stays alpha / rank.
 
 Cost: the A's of fused projections are read once more. What it does not do: optimizer states of an adapter's run, and
 biases, embeddings and full modules that were trained together with the adapter (refused by name).
@@ -62,7 +63,8 @@ _OF_KEY = {
 
 
 def adapters_named(chosen: Chosen, job: Conversion) -> Chosen:
-    """An adapter under the names of the other system; any other source, and an adapter that is at home there, as it is.
+    """Convert an adapter to the names of the output's system. Any other source, and an adapter that has these names
+    already, is returned unchanged.
 
     Raises UsageError E1436 (what the other system can't hold), InputError E1435 (other A's of fused projections),
     Incomplete E1437 (half an adapter), and what finding the family and `families.rewrite.mapping` raise."""
@@ -83,8 +85,8 @@ def adapters_named(chosen: Chosen, job: Conversion) -> Chosen:
 
 
 def _refuse_paddle(chosen: Chosen) -> None:
-    """Raise UsageError E1436 for an adapter of PaddleFormers: its factors are transposed, its names are those of no
-    other system."""
+    """Raise UsageError E1436 for an adapter of PaddleFormers, for which there are no rules: its factors are transposed,
+    and its names differ from those of all other systems."""
     raise UsageError(
         "no rules lead from PaddleFormers' adapters to PEFT's or Megatron's",
         code=UNSAID,
@@ -95,7 +97,7 @@ def _refuse_paddle(chosen: Chosen) -> None:
 
 
 def _refuse_to_lose_scaling(job: Conversion) -> None:
-    """Raise UsageError E1436 for an output that has no place for what says the adapter's scaling."""
+    """Raise UsageError E1436 if the output's format cannot store the adapter's rank and scaling."""
     holds = job.fmt.holds
     if not (holds.adapter or holds.run_config):
         way = "peft" if job.dialect == HUB else "megatron-dist"
@@ -107,7 +109,7 @@ def _refuse_to_lose_scaling(job: Conversion) -> None:
 
 
 def under_names(chosen: Chosen, job: Conversion, wanted: str = HUB) -> Chosen:
-    """The adapter under the names of dialect `wanted`. Raises as `adapters_named`."""
+    """Convert the adapter to the names of dialect `wanted`. Raises as `adapters_named`."""
     source = _source(chosen)
     _refuse_others(chosen, source)
     if wanted == HUB:
@@ -139,7 +141,7 @@ def _source(chosen: Chosen) -> str:
 
 
 def _refuse_others(chosen: Chosen, source: str) -> None:
-    """Raise UsageError E1436 for tensors that are no LoRA's, Incomplete E1437 for halves of pairs."""
+    """Raise UsageError E1436 for tensors that are no part of a LoRA, Incomplete E1437 for incomplete pairs."""
     parts = {name: part_of(name) for name in chosen.model}
     odd = [name for name, part in parts.items() if part is None]
     if odd:
@@ -173,7 +175,8 @@ def _refuse_others(chosen: Chosen, source: str) -> None:
 
 
 def _refuse_ranks(chosen: Chosen) -> None:
-    """Raise UsageError E1436 for what several tensor ranks left in a form that is no adapter of the whole weight."""
+    """Raise UsageError E1436 if several tensor parallel ranks saved the adapter in a form that cannot be converted to
+    an adapter of the unsharded weight."""
     run = chosen.all_hints.get(LoraHints)
     parts = [(part.module, part.kind) for part in map(part_of, chosen.model) if part is not None]
     for find_faults in offered("adapter_faults"):
@@ -189,7 +192,7 @@ def _refuse_ranks(chosen: Chosen) -> None:
 
 
 def _spelled(chosen: Chosen, dialect: str) -> Chosen:
-    """The adapter's tensors as the dialect's table spells them: without the name that a job gave its adapter."""
+    """Rename the adapter's tensors to the spelling of the dialect's table, without the name of the job's adapter."""
     own = SPELLINGS[dialect]
     stored = []
     for row in chosen.stored:
@@ -274,8 +277,10 @@ def _to_megatron(
     config: Mapping[str, Any] | None,
     settings: AdapterSettings,
 ) -> tuple[str, Mapped, list[str]]:
-    """(the dialect that holds the adapter, the mapping, lines for the report): with one A where all that is fused has
-    the same, else apart."""
+    """(the dialect that can hold the adapter, the mapping, lines for the report).
+
+    The dialect has one A for a fused weight if the A's of all its projections are equal, else separate adapters.
+    """
     faults: list[CkptError] = []
     filled: list[str] = []
     tried: list[str] = []
@@ -314,8 +319,11 @@ def _to_megatron(
 def _filled(
     mapped: Mapped, family: Family, chosen: Chosen, config: Mapping[str, Any] | None
 ) -> tuple[Mapped, list[str]]:
-    """(the mapping with an adapter for each projection of a module that has one for some: A of another one, B of zeros,
-    lines for the report). megatron-bridge 0.6.2 neither saves nor loads a CanonicalLoRA that lacks one."""
+    """(the mapping with adapters added for projections without one, lines for the report).
+
+    megatron-bridge 0.6.2 neither saves nor loads a CanonicalLoRA in which only some projections of a module have an
+    adapter. An added adapter has the A of another projection and a B of zeros, so it changes nothing.
+    """
     held: dict[str, dict[str, dict[str, Made]]] = {}
     for made in mapped.made:
         part = part_of(made.name)
@@ -347,7 +355,7 @@ def _filled(
 
 
 def _rows(name: str, family: Family, chosen: Chosen, config: Mapping[str, Any] | None) -> int:
-    """The outputs of a canonical B by the family's rule. Raises what `check_known` does where nothing says a size."""
+    """The number of outputs of a canonical B by the family's rule. Raises as `check_known` if a size is unknown."""
     from ckpt_tool.families.rewrite import sizes_of
     from ckpt_tool.families.sizes import check_known
     from ckpt_tool.families.table import form_of, instances

@@ -1,4 +1,4 @@
-"""The config.json that belongs to an output: the source's, with what is no longer true of it corrected.
+"""Makes the config.json of an output: the source's, in which values that no longer hold are corrected.
 
     hf -> safetensors --dtype bf16      dtype is bfloat16 now
     hf -> safetensors --vocab-size N    vocab_size is N
@@ -76,7 +76,7 @@ def config_of_output(
 
 
 def _with_stated(config: Mapping[str, Any], stated: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """The config with what the output states of itself; its dtype under whatever name the config has it."""
+    """The config with the keys that the output states; its dtype under the key that the config uses for it."""
     config, notes = corrected(config, rows=None, dtype=stated.get("dtype"), tied=None)
     return {**config, **{key: value for key, value in stated.items() if key != "dtype"}}, notes
 
@@ -84,8 +84,10 @@ def _with_stated(config: Mapping[str, Any], stated: Mapping[str, Any]) -> tuple[
 def _settled(
     config: Mapping[str, Any], chosen: Chosen, wanted: Wanted, writing: Writing, *, as_it_was: bool
 ) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """The config as the tensors are that are written. as_it_was: a copy of the source's, in which only what it says may
-    change."""
+    """The config adjusted to the tensors that are written.
+
+    as_it_was: the config is a copy of the source's, in which existing values may change but no keys are added.
+    """
     model = {tensor.key.name: tensor for tensor in wanted.tensors if tensor.key.state == MODEL}
     if not model:
         return config, ()
@@ -159,7 +161,7 @@ def untie_own_head(
 
 
 def _inner_config(config: Mapping[str, Any], path: tuple[str, ...]) -> Mapping[str, Any]:
-    """The part of a config that the keys lead to."""
+    """The part of a config at this path of keys."""
     inner: Any = config
     for key in path:
         inner = inner[key]
@@ -181,8 +183,8 @@ def _missing_head(
 
 
 def _language_part(config: Mapping[str, Any]) -> tuple[tuple[str, ...], str] | None:
-    """(the keys that lead to the language model's part, the hub's name of its embedding) of a model that sees or hears,
-    None for other models and for those of no family of ours."""
+    """(path of keys to the language model's part, the hub's name of its embedding) for a multimodal model; None for
+    other models and for unknown families."""
     from ckpt_tool.families.base import HUB
     from ckpt_tool.families.models import family_of
 
@@ -197,8 +199,8 @@ def _language_part(config: Mapping[str, Any]) -> tuple[tuple[str, ...], str] | N
 def _settled_inside(
     config: Mapping[str, Any], path: tuple[str, ...], embedding: str, model: Mapping[str, Any], dtype: str | None
 ) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """The config of a model that sees or hears, and in it that of its language model, as the tensors are: their dtype
-    and the rows of the vocabulary, where it states them."""
+    """The config of a multimodal model, in which the dtype and the vocabulary rows of its language model are adjusted
+    to the tensors, if it states them."""
     says = "quantization_config" not in config and any(
         isinstance(config.get(key), str) for key in ("dtype", "torch_dtype")
     )
@@ -291,7 +293,7 @@ def _misses_head(config: Mapping[str, Any], names: Collection[str], chosen: Chos
 
 
 def _rows_of_vocabulary(config: Mapping[str, Any], model: Mapping[str, Any]) -> int | None:
-    """How many rows the embedding has; None where there is none, or several that disagree."""
+    """The number of rows of the embedding; None if there is none, or if several disagree."""
     tables = {
         name: tensor.shape[0] for name, tensor in model.items() if name.endswith(EMBEDDINGS) and len(tensor.shape) == 2
     }
@@ -302,7 +304,7 @@ def _rows_of_vocabulary(config: Mapping[str, Any], model: Mapping[str, Any]) -> 
 
 
 def _own_table(config: Mapping[str, Any]) -> Table | None:
-    """The hub's names of the family that the config names, None where it names none of ours."""
+    """The table of hub names of the family that the config names, None for an unknown one."""
     from ckpt_tool.families.base import HUB
     from ckpt_tool.families.models import known_family
 
@@ -311,7 +313,7 @@ def _own_table(config: Mapping[str, Any]) -> Table | None:
 
 
 def _says_tied(config: Mapping[str, Any]) -> bool | None:
-    """Does the config, or its class, say that the head is the embedding? None for a class that is none of ours."""
+    """Is the head tied to the embedding by the config, or by the default of its class? None for an unknown class."""
     from ckpt_tool.families.config.translation import kind_of
     from ckpt_tool.families.models import CLASSES
 
@@ -320,8 +322,7 @@ def _says_tied(config: Mapping[str, Any]) -> bool | None:
 
 
 def torch_dtype(wanted: Wanted) -> str | None:
-    """The dtype that most elements of the model have, as torch calls it; None where that is none that a model computes
-    in."""
+    """The dtype of most of the model's elements, by torch's name; None if models do not compute in that dtype."""
     sizes: dict[str, int] = {}
     alike = Counter([(tensor.dtype, tensor.shape) for tensor in wanted.tensors if tensor.key.state == MODEL])
     for (dtype, shape), count in alike.items():

@@ -185,7 +185,7 @@ def pair_of(names: Collection[str]) -> tuple[str, str] | None:
 
 
 def has_head(names: Iterable[str]) -> bool:
-    """Is there an output layer among them, in floats or in codes, under whatever prefix?
+    """Is there an output layer among the names, in floats or in codes, with any prefix?
 
     >>> has_head(["module.lm_head.weight"]), has_head(["lm_head.qweight"]), has_head(["model.norm.weight"])
     (True, True, False)
@@ -229,7 +229,7 @@ def _heads_of(embedding: str) -> Iterable[str]:
 
 
 def _with_copies(chosen: Chosen, copies: Iterable[tuple[Stored, str]], line: str) -> Chosen:
-    """`chosen` with tensors of it under another name too. copies: (tensor, the other name)."""
+    """`chosen` with some of its tensors repeated under another name. copies: (tensor, the other name)."""
     rows = {}
     casts = dict(chosen.casts)
     for row, name in copies:
@@ -253,7 +253,7 @@ def _without(chosen: Chosen, head: str, reason: str) -> Chosen:
 
 
 def _difference(chosen: Chosen, head: str, embedding: str) -> str:
-    """How the model's two tensors differ, "" where they are equal bit for bit."""
+    """A phrase on how the model's two tensors differ, "" if they are equal bit for bit."""
     from ckpt_tool.run.compare import compare
 
     rows = chosen.model

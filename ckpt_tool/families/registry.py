@@ -31,6 +31,8 @@ _SHOWN = 8  # families of a list in a message
 
 
 class FamilyMatch(NamedTuple):
+    """A model family and one of its dialects."""
+
     family: Family
     dialect: str
 
@@ -52,10 +54,10 @@ def find(
     """Find the family and the dialect to which tensors belong.
 
     Args:
-        config: the model's config.json, None where there is none.
+        config: the model's config.json, None if there is none.
         names: {parameter: shape}, or the names alone.
-        stated: what the format says of the dialect: `paddle` is also any `paddle-...`.
-        family: what the user says, `NAME` or `NAME:DIALECT`.
+        stated: the dialect that the format states; `paddle` includes every `paddle-...`.
+        family: the user's choice, `NAME` or `NAME:DIALECT`.
     Raises UsageError: E1230 (no such family), E1231 (no such dialect), E1232 and E1233 (several families, several
     dialects fit); InputError: E1372 (no family), E1373 (the names are of none of the family's dialects).
     """
@@ -76,24 +78,24 @@ def find(
 
 
 def configured_family(config: Config) -> Family | None:
-    """The family that a config names, None where it names none of ours."""
+    """The family that a config names, None if it names no known one."""
     named = known_family(config.get("model_type"))
     return named or next(filter(None, map(family_of_class, stated_classes(config))), None)
 
 
 def names_a_model(config: Config) -> bool:
-    """Does a config say of which model it is?"""
+    """Does a config name its model, known or not?"""
     return config.get("model_type") is not None or bool(stated_classes(config))
 
 
 def stated_classes(config: Config) -> list[str]:
-    """The classes that a config names, [] where it names none."""
+    """The classes in a config's `architectures`, without Paddle's suffix for pipeline models; [] if there are none."""
     classes = config.get("architectures")
     return [str(each).removesuffix("Pipe") for each in classes] if isinstance(classes, list) else []
 
 
 def _report_no_family(config: Config, names: Mapping[str, Shape] | list[str], stated: str | None) -> InputError:
-    """What to say of a checkpoint whose config names no family of ours, or whose names none knows."""
+    """The error for a checkpoint whose config names no known family, or whose tensor names no family knows."""
     from ckpt_tool.families.nearest import nearest
 
     kind = config.get("model_type")
@@ -117,7 +119,7 @@ def _report_no_family(config: Config, names: Mapping[str, Shape] | list[str], st
 
 
 def _check_prefix(code: str, what: str, names: Collection[str], families: Iterable[Family]) -> InputError | None:
-    """The error for names that a family would know but for what they begin with, None where that is not so."""
+    """The error for names that a family would know without their prefix, None if there is no such prefix."""
     from ckpt_tool.families.wrappers import advise_on_prefix, describe_prefix
 
     prefix = describe_prefix(names, families)
@@ -127,8 +129,10 @@ def _check_prefix(code: str, what: str, names: Collection[str], families: Iterab
 
 
 def _find_by_names(config: Config, names: list[str]) -> Family | None:
-    """The one family that knows the most of the names, None where the config names one that is not here or none knows
-    any. One that knows no name in a layer is not the one: `norm.weight` is DeepSeek V4's and a thousand others'."""
+    """The only family that knows most of the names. None if no family knows any, or if the config names an unknown one.
+
+    A family that knows no name inside a layer does not count: `norm.weight` occurs in DeepSeek V4 and in many others.
+    """
     if names_a_model(config):
         return None
     known = {family: _count_known_names(family, names).values() for family in FAMILIES}
@@ -160,12 +164,13 @@ def _find_by_names(config: Config, names: list[str]) -> Family | None:
 class _Known(NamedTuple):
     """How well a dialect's rules cover the names."""
 
-    much: tuple[int, int]  # how many its rules know, how much of the others its towers' names tell
-    layered: bool  # is one of those in a layer?
+    # number of names with a rule, total length of the tower prefixes of the others: longer prefixes are more specific
+    much: tuple[int, int]
+    layered: bool  # is one of these names in a layer?
 
 
 def _count_known_names(family: Family, names: list[str]) -> dict[str, _Known]:
-    """Dialect -> what it knows of the names."""
+    """Dialect -> how well its rules cover the names."""
     found = {}
     for dialect in family.known_dialects:
         table = family.table(dialect)
@@ -216,7 +221,7 @@ def _choose_dialect(
             fitting = fitting[:1]
     if stated in fitting:
         return stated
-    if HUB in fitting and MLX in fitting:  # what MLX saved states that itself: metadata, config or names
+    if HUB in fitting and MLX in fitting:  # a source from MLX shows that by its metadata, config or names
         fitting.remove(MLX)
     if len(fitting) > 1 and config:
         fitting = [dialect for dialect in fitting if _may_be_meant(family, dialect, config)] or fitting
@@ -232,13 +237,13 @@ def _choose_dialect(
 
 
 def _may_be_meant(family: Family, dialect: str, config: Config) -> bool:
-    """Does the config speak for the dialect, or say nothing against it?"""
+    """Does the config satisfy the dialect's condition (`Variant.when`), or has the dialect none?"""
     table = family.dialects.get(dialect)
     return not (isinstance(table, Variant) and table.when) or bool(expression(table.when).value(config))
 
 
 def _list_used_rules(family: Family, dialect: str, names: list[str]) -> frozenset[str]:
-    """The rules and towers that the names ask for: dialects with the same ones are the same for this checkpoint."""
+    """The rules and towers that the names use. Two dialects with the same set do not differ for this checkpoint."""
     table = family.table(dialect)
     named, unknown = instances(table.left, names)
     hub_names = ((name, table.in_tower(name)) for name in unknown)

@@ -1,11 +1,11 @@
-"""Sizes: how long each axis of a family is in one checkpoint: from its config, else from a shape that settles it.
+"""Determines the size of each axis of a family in a checkpoint: from its config, else from the tensors' shapes.
 
     config    hidden_size = 32                                   h = 32
     shapes    down_proj.weight : h f, found [32, 48]             f = 48, as h is known
 
-A shape settles an axis when it is the only unknown of a dim. Heads can't be determined from shapes (8 heads of 16 are
-16 of 8), so a fused QKV wants a config. Shapes never overrule a config: where they contradict it, `families.base` says
-so. Cost: one look at each rule. What it does not do: compare every shape.
+A shape determines an axis if it is the only unknown of a dim. Heads can't be determined from shapes (8 heads of 16 have
+the size of 16 heads of 8), so a fused QKV needs a config. Shapes never override a config: if they contradict it,
+`families.rewrite` reports that. Cost: one look at each rule. What it does not do: compare every shape.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Config = Mapping[str, Any]
 
 
 def compute_sizes(axes: Mapping[str, str], config: Config) -> tuple[dict[str, Extent], dict[str, str]]:
-    """(sizes, reasons): the axes that the config settles, and for each other one what is missing."""
+    """(sizes of the axes that follow from the config, for each other axis what is missing)."""
     sizes: dict[str, Extent] = {}
     reasons: dict[str, str] = {}
     names = dict(config)
@@ -38,7 +38,10 @@ def compute_sizes(axes: Mapping[str, str], config: Config) -> tuple[dict[str, Ex
 
 
 def infer_sizes(seen: Iterable[tuple[Pattern, Shape]], known: Mapping[str, Extent]) -> dict[str, Extent]:
-    """`known`, and every axis that a dim settles as its only unknown; a dim that no size fits settles nothing."""
+    """`known`, extended by every axis that is the only unknown of a dim. A dim that no size fits is ignored.
+
+    seen: the pattern of a tensor and its actual shape.
+    """
     sizes = dict(known)
     dims = [
         (node, n, {axis for kind in node.kinds() for axis in kind if not axis.isdigit()})
@@ -63,7 +66,7 @@ def infer_sizes(seen: Iterable[tuple[Pattern, Shape]], known: Mapping[str, Exten
 def check_known(
     needed: Mapping[str, str], sizes: Mapping[str, Extent], reasons: Mapping[str, str], family: str
 ) -> None:
-    """Raise InputError (E1376) for axes that nothing settles. needed: {axis: a tensor that asks for it}."""
+    """Raise InputError (E1376) for axes of unknown size. needed: {axis: a tensor that needs it}."""
     faults = [
         f"{reasons.get(axis, f'axis {axis} has no size')} (needed by {name})"
         for axis, name in needed.items()
@@ -79,7 +82,7 @@ def check_known(
 
 
 def fits(pattern: Pattern, shape: Sequence[int], sizes: Mapping[str, Extent]) -> bool | None:
-    """Can the tensor have that shape? None where an axis has no size."""
+    """Can a tensor with this pattern have that shape? None if it depends on an axis of unknown size."""
     if len(pattern.dims) != len(shape):
         return False
     open_dim = False
@@ -93,7 +96,7 @@ def fits(pattern: Pattern, shape: Sequence[int], sizes: Mapping[str, Extent]) ->
 
 
 def shape_of(pattern: Pattern, sizes: Mapping[str, Extent]) -> tuple[int | None, ...]:
-    """The shape that the sizes give, None for a dim of which an axis has no size."""
+    """The shape of a tensor with this pattern, None for each dim that has an axis of unknown size."""
     return tuple(
         None
         if {axis for kind in node.kinds() for axis in kind if not axis.isdigit()} - sizes.keys()

@@ -49,16 +49,16 @@ class Spot(NamedTuple):
 
     rule: int  # its position in the table
     axes: tuple[str, ...]  # what the numbers of the name count: layers, experts
-    # The indices as the name has them, where they are no plain axes: a number, or sums of axes, of axes times a
-    # constant, and of constants.
+    # The index expressions of the name, if they are no plain axes: a number, or sums of axes, of axes times a
+    # constant, and of constants. () if the numbers are the axes' values themselves.
     shifted: tuple[Expression, ...] = ()
 
     def reader(self, config: Mapping[str, Any]) -> Callable[[tuple[int, ...]], tuple[int, ...] | None]:
-        """A function that reads the axes' values off the numbers of a name.
+        """A function from the numbers in a name to the values of the axes.
 
-        It gives None where the numbers are not this rule's: another number than the only one that the rule knows, one
-        below the first, one between. Of several axes in an index the one with the largest factor counts the most:
-        `{o * b + j}` is o, j of `divmod(number, b)`.
+        It returns None if the numbers do not match this rule: another number than its constant, one below the first, or
+        one between two of them. If an index has several axes, the one with the largest factor is the most significant:
+        for `{o * b + j}`, o and j are `divmod(number, b)`.
 
         Args:
             config: the config, and the sizes of other axes too.
@@ -90,30 +90,30 @@ class Spot(NamedTuple):
         return read
 
     def values(self, numbers: Iterable[tuple[int, ...]], config: Mapping[str, Any]) -> Iterable[tuple[int, ...]]:
-        """The axes' values from the numbers of those names that are this rule's. Errors as `reader`."""
+        """The axes' values for those of the names that match this rule. Raises as `reader`."""
         if not self.shifted:
             return numbers
         return [row for row in map(self.reader(config), numbers) if row is not None]
 
 
 class Tower(NamedTuple):
-    """A part of a model whose tensors keep the rest of their names and their shapes: how their names begin."""
+    """A part of a model, such as a vision encoder, in which only the prefix of the names differs between dialects."""
 
     left: str  # in the dialect, with the dot at the end
     right: str  # in the hub
 
 
 class Instances(NamedTuple):
-    """Names of one form."""
+    """The names of one form that occur in a checkpoint."""
 
-    spots: tuple[Spot, ...]  # the rules that know it
+    spots: tuple[Spot, ...]  # the rules that match the form
     form: str
     values: list[tuple[int, ...]]  # the numbers in each name, in the order of the names
 
 
 @dataclass(frozen=True)
 class Table:
-    """A dialect's rules, left the dialect, right the hub. See the module."""
+    """The rules of a dialect: left the dialect's tensors, right the hub's (see the module's docstring)."""
 
     rules: tuple[Equation, ...]
     aliases: tuple[Alias, ...]
@@ -126,15 +126,15 @@ class Table:
 
     @cached_property
     def right(self) -> dict[str, tuple[Spot, ...]]:
-        """The same of hub names."""
+        """{form of a hub name: the rules that name it, in the table's order}."""
         return _index_by_form(rule.right for rule in self.rules)
 
     def knows(self, name: str) -> bool:
-        """Is there a rule of a name of the dialect?"""
+        """Is there a rule for this name of the dialect?"""
         return form_of(name)[0] in self.left
 
     def in_tower(self, name: str) -> str | None:
-        """What the hub calls a tensor that no rule knows, None where it is in no tower.
+        """The hub's name of a tensor without a rule, None if it is in no tower.
 
         >>> table_of("visual.** = model.visual.**").in_tower("visual.merger.ln_q.weight")
         'model.visual.merger.ln_q.weight'
@@ -143,13 +143,13 @@ class Table:
         return tower.right + name.removeprefix(tower.left) if tower else None
 
     def tower_of(self, name: str) -> Tower | None:
-        """The tower that a name is in, the innermost."""
+        """The innermost tower that contains the name, None if there is none."""
         fitting = [tower for tower in self.towers if name.startswith(tower.left)]
         return max(fitting, key=lambda tower: len(tower.left), default=None)
 
     def names_without_rule(self, names: Iterable[str]) -> list[str]:
-        """The names that neither a rule nor a tower knows, but for parts of quantised weights, which follow their
-        weight, and for buffers that a loader makes from the config."""
+        """The names that match neither a rule nor a tower. Parts of quantised weights, which follow their weight, and
+        buffers that a loader computes from the config are left out."""
         return [
             name
             for name in instances(self.left, names)[1]
@@ -157,11 +157,11 @@ class Table:
         ]
 
     def from_tower(self, hub_name: str) -> str | None:
-        """What the dialect calls such a tensor of the hub, None where it has none."""
+        """The dialect's name of a hub tensor in a tower, None if the dialect has no such tower."""
         return Table((), (), tuple(Tower(right, left) for left, right in self.towers)).in_tower(hub_name)
 
     def extend_hub(self, hub: Table) -> Table:
-        """The rules of names that the hub does not have, then the hub's."""
+        """A table of the rules for names that the hub does not have, followed by the hub's rules."""
         additional = []
         for rule in self.rules:
             if not any(term.name and term.name.form in hub.left for term in rule.left):
@@ -169,7 +169,7 @@ class Table:
         return Table((*additional, *hub.rules), (), hub.towers)
 
     def with_root(self, root: str, instead: str = "") -> Table:
-        """The same with `root` in place of `instead` in the dialect's names.
+        """The table with `root` in place of `instead` in the dialect's names.
 
         An empty `instead` is `model.`, or GPT-2's `transformer.`.
         """
@@ -179,7 +179,7 @@ class Table:
         return replace(self, rules=renamed, towers=towers)
 
     def override(self, base: Table) -> Table:
-        """This table's rules, then those of `base` that name no tensor of this one.
+        """The table of these rules, followed by those of `base` for other tensors.
 
         Raises UsageError E1234 if a rule of `base` would be replaced in part.
         """
@@ -202,7 +202,7 @@ class Table:
         return Table((*self.rules, *kept), (*self.aliases, *base.aliases), towers)
 
     def with_unfused_spelling(self) -> Table:
-        """The same, and last a second spelling of what is fused in it: the hub's names, with matrices transposed."""
+        """The table with a second spelling for fused tensors at its end: the hub's names, with matrices transposed."""
         unfused = []
         known_forms = set(self.left)
         for rule in self.rules:
@@ -217,7 +217,8 @@ class Table:
         return replace(self, rules=(*self.rules, *unfused))
 
     def with_nested_modules(self, level: str, condition: str, modules: Iterable[str]) -> Table:
-        """The same, and first the rules of `layers.{i}.MODULE` as `layers.{i}.LEVEL.MODULE`, where the condition holds."""
+        """The table, preceded by its rules for `layers.{i}.MODULE` as rules for `layers.{i}.LEVEL.MODULE`, which apply if
+        the condition holds."""
         prefixes = [f"layers.%d.{module}." for module in modules]
 
         nested = []
@@ -229,7 +230,7 @@ class Table:
         return replace(self, rules=(*nested, *self.rules))
 
     def with_mtp_layers(self, condition: str) -> Table:
-        """The same, with the layers for which the condition holds as those of multi-token prediction, numbered from 0.
+        """The table in which layers for which the condition holds are those of multi-token prediction, numbered from 0.
 
         `decoder.layers.{i}.X` is also `mtp.layers.{i - num_hidden_layers}.transformer_layer.X`, and `mtp.layers.{i}.X` has
         such a number. (Megatron-Core's names; megatron-core 0.16.1 `multi_token_prediction.py`.)
@@ -249,7 +250,8 @@ class Table:
         return replace(self, rules=tuple(changed))
 
     def without_layers(self, condition: str, hub: Table) -> Table:
-        """The same without the layers for which the condition holds: there every rule of the hub is one that drops."""
+        """The table without the layers for which the condition holds: for these it has rules that drop the hub's
+        tensors."""
         is_left_out = expression(condition)
         is_present = expression(f"not ({condition})")
 
@@ -263,11 +265,11 @@ class Table:
         return replace(self, rules=tuple(changed))
 
     def with_norm_offset(self, offset: int) -> Table:
-        """The same, where each norm's weight is the hub's plus `offset`."""
+        """The table in which each norm's weight is the hub's plus `offset`."""
         changed = []
         for rule in self.rules:
             if any(term.name is not None and term.name.form.endswith("norm.weight") for term in rule.left):
-                # What the rule already does to the values stays, on the left side.
+                # Changes of values that the rule already has are kept, and moved to the left side.
                 maps = joined(rule.left[0].maps, inverse(rule.right[0].maps), (ElementMap("add", -offset),))
                 left = tuple(replace(term, maps=maps) for term in rule.left)
                 right = tuple(replace(term, maps=()) for term in rule.right)
@@ -280,7 +282,7 @@ def table_of(text: str, kinds: Mapping[str, str] | None = None) -> Table:
     """Parse a table.
 
     Args:
-        kinds: words of its conditions, each for an expression of the layer's index and the config.
+        kinds: words in conditions, each with the expression of the layer's index and the config that replaces it.
 
     >>> table_of("layers.{i}.sinks : a if windowed", {"windowed": "kinds[i] == 1"}).rules[0].condition.text
     '(kinds[i] == 1)'
@@ -313,7 +315,7 @@ def _parse(text: str) -> Table:
 
 
 def _check_names(rule: Equation) -> None:
-    """Raise UsageError E1234 for indices that can't be read back from the numbers of a name."""
+    """Raise UsageError E1234 for indices that can't be computed from the numbers in a name."""
     for term in (*rule.left, *rule.right):
         if term.name is None:
             continue
@@ -336,18 +338,19 @@ def _check_names(rule: Equation) -> None:
             )
 
 
-# A conversion looks at all names of a model several times, in order: a smaller cache would lose every one of them.
+# A conversion iterates over all names of a model several times in the same order: an LRU cache with fewer entries than
+# names would miss every time.
 @lru_cache(maxsize=1 << 19)
 def form_of(name: str) -> tuple[str, tuple[int, ...]]:
-    """`model.layers.3.w1` -> (`model.layers.%d.w1`, (3,))."""
+    """The form of a name and the numbers in it: `model.layers.3.w1` -> (`model.layers.%d.w1`, (3,))."""
     parts = _NUMBER.split(name.replace("%", "%%") if "%" in name else name)
     if len(parts) == 1:
         return name, ()
-    return intern("%d".join(parts[::2])), tuple(map(int, parts[1::2]))  # one text for all names of a form
+    return intern("%d".join(parts[::2])), tuple(map(int, parts[1::2]))  # interned, so all names share one string
 
 
 def one_of_each(names: Iterable[str]) -> list[str]:
-    """One name of each form: enough to find out whose names they are, whatever the number of layers and experts."""
+    """One name of each form, which is enough to identify a dialect, whatever the number of layers and experts."""
     first_of_form: dict[str, str] = {}
     for name in names:
         first_of_form.setdefault(form_of(name)[0], name)
@@ -355,7 +358,7 @@ def one_of_each(names: Iterable[str]) -> list[str]:
 
 
 def instances(index: Mapping[str, tuple[Spot, ...]], names: Iterable[str]) -> tuple[list[Instances], list[str]]:
-    """Names by form, in order of first sight, and the names that no rule knows."""
+    """(the names grouped by form, in order of first occurrence; the names without a rule)."""
     groups: dict[str, list[tuple[int, ...]]] = defaultdict(list)
     unknown = []
     for name in names:
@@ -368,7 +371,7 @@ def instances(index: Mapping[str, tuple[Spot, ...]], names: Iterable[str]) -> tu
 
 
 def _expand_kinds(text: str, kinds: Mapping[str, str]) -> str:
-    """The table with each word of `kinds` in its conditions spelt out."""
+    """The table's text with each word of `kinds` in conditions replaced by its expression."""
     if not kinds:
         return text
     words = re.compile(rf"\b(?:{'|'.join(map(re.escape, kinds))})\b")
@@ -380,8 +383,8 @@ def _expand_kinds(text: str, kinds: Mapping[str, str]) -> str:
 
 
 def _expand_shorthand(text: str) -> str:
-    """The table with each rule in full, as the module's docstring lists: both sides in words, a line for each choice
-    of `[a|b]`."""
+    """The table's text without the abbreviations that the module's docstring lists: both sides in full, a line for each
+    choice of `[a|b]`."""
     lines: list[str] = []
     without_comments = re.sub(r"#.*", "", text)
     one_rule_a_line = re.sub(r"\n\s*(?==|if )", " ", without_comments)
@@ -401,12 +404,13 @@ def _expand_shorthand(text: str) -> str:
 
 
 def _has_readable_indices(name: Name) -> bool:
-    """Can every index be read back: a number, or a sum of axes, each once and with a factor at most, and constants?"""
+    """Can every index be inverted? It must be a number, or a sum of constants and axes, each axis once and with at most
+    one factor."""
     return all(index.text.isdigit() or _is_readable_sum(index.text, name.axes) for index in name.indices)
 
 
 def _is_readable_sum(index: str, axes: Container[str]) -> bool:
-    """Whether an index is such a sum.
+    """Is an index a sum that can be inverted (`_has_readable_indices`)?
 
     >>> [_is_readable_sum(text, ("i", "o", "j")) for text in ("i", "2 * i + 1", "o * b + j", "e", "i * o", "i + j")]
     [True, True, True, False, False, False]
