@@ -160,7 +160,7 @@ class _Body:
         return whole
 
     def keys(self, count: int, *, inner: bool) -> tuple[list[bytes], list[int]]:
-        """(keys, how much of each all keys below it begin with)."""
+        """Returns (keys, for each the length of the prefix that all keys below it share)."""
         shared = [0, *self.numbers(count - 1, "keys")]
         rests = self.numbers(count, "keys")
         common = self.numbers(count, "keys") if inner else []
@@ -206,6 +206,7 @@ def read_keys(tree: Tree, folder: str = "") -> dict[str, Value]:
             report_missing(missing_file(child.path, tree.display(child.path)), files=[child.path])
             continue
         below = _node(tree, child, found)
+        # Reversed, because the stack is taken from its end: keys are found in ascending order.
         todo += reversed(below)
     return found
 
@@ -229,6 +230,7 @@ def _root(body: _Body, folder: str) -> _Child | None:
     count = body.number("versions")
     body.numbers(count, "generations")
     heights = body.raw(count, "heights")
+    # The newest version is the last row.
     file, offset, nbytes = (body.numbers(count, "roots") for _ in range(3))
     if not count or nbytes[-1] == _NOWHERE or offset[-1] == _NOWHERE:
         return None
@@ -243,7 +245,7 @@ def _file(body: _Body, files: Sequence[tuple[str, str]], number: int) -> tuple[s
 
 
 def _node(tree: Tree, child: _Child, found: dict[str, Value]) -> list[_Child]:
-    """Put the keys of a leaf into `found`; the children of an inner node."""
+    """Read a node: adds the keys of a leaf to `found`, returns the children of an inner node."""
     body = _opened(tree, child.path, child.offset, child.nbytes, _NODE, MOST_NODE)
     (height,) = body.raw(1, "height")
     if height != child.height:
@@ -341,8 +343,8 @@ class OcdbtNode(NamedTuple):
     nbytes: int = 0
 
 
-_LEAF_KEYS = 100_000  # of a node
-# as Orbax asks for
+_LEAF_KEYS = 100_000  # keys of a leaf, at most
+# The settings that Orbax uses: bytes of a value up to which it is stored in a node, bytes of a node, log2 of the arity.
 _INLINE = 1024
 _NODE_BYTES = 100_000_000
 _ARITY = 4

@@ -159,7 +159,8 @@ class Array(NamedTuple):
                 yield chunk
 
     def _is_missing(self, value: Value) -> bool:
-        """Is the file of a value gone? Only asked where the checkpoint is looked at; its file is reported."""
+        """Is the file of a value missing? Checked, and reported, only while missing files are collected
+        (`is_collecting`); otherwise reading raises."""
         if not is_collecting() or is_view(value.path) or value.path in self.tree.listing():
             return False
         fault = missing_file(value.path, self.tree.display(value.path))
@@ -196,7 +197,7 @@ class Array(NamedTuple):
         return filled
 
     def missing(self) -> CkptError | None:
-        """Incomplete E0309 where chunks are lost, by the keys alone."""
+        """The error (E0309) if chunks are lost, None if not. Looks at keys alone, not into shards."""
         lost = self.missing_keys() if self.holes else []
         if not lost:
             return None
@@ -274,7 +275,7 @@ class Array(NamedTuple):
         return Chunk(box, StoredArray(path, at, layout.dtype, full, strides), within)
 
     def _within(self, value: Value) -> None:
-        if is_view(value.path):  # the node that holds it is at hand
+        if is_view(value.path):  # the node that contains it has been read and checked
             return
         size = self.tree.listing().get(value.path, -1)
         if size < 0:

@@ -26,7 +26,7 @@ _STEP = 64 << 10  # bytes of a frame that are read at a time
 
 
 def zstandard(what: str) -> Any:
-    """The library. what: needs it, for the message. Raises UsageError E2612 where it is not installed."""
+    """The `zstandard` module. Raises UsageError E2612 if it is not installed. what: the first words of that message."""
     try:
         import zstandard as library
     except ImportError as e:
@@ -35,8 +35,8 @@ def zstandard(what: str) -> Any:
 
 
 class _Source(io.RawIOBase):
-    """The bytes of a frame, read forward. Apart from what reads it: the two in a circle would stay in memory until
-    Python looks for circles."""
+    """The compressed bytes of a frame as a file, read forwards. A class of its own: a frame that were its own source
+    would refer to itself, and stay in memory until Python collects cycles."""
 
     def __init__(self, compressed: Compressed, size: int) -> None:
         super().__init__()
@@ -45,10 +45,11 @@ class _Source(io.RawIOBase):
         self.at = 0
 
     def readable(self) -> bool:
+        """True."""
         return True
 
     def read(self, size: int = -1) -> bytes:
-        """For zstandard: the next compressed bytes."""
+        """The next compressed bytes, as zstandard asks for them."""
         end = min(self.at + max(0, size), self._size)
         data = self._compressed(self.at, end) if end > self.at else b""
         self.at = end
@@ -56,7 +57,13 @@ class _Source(io.RawIOBase):
 
 
 class Frame:
-    """What `size` compressed bytes decompress to. fault: the error of a message. window: bytes that are allowed."""
+    """Decompresses a zstd frame of `size` compressed bytes.
+
+    Args:
+        compressed: returns bytes [a, b) of the frame.
+        fault: makes the error for a message.
+        window: the largest window in bytes that is accepted, since the decoder allocates it.
+    """
 
     def __init__(
         self, compressed: Compressed, size: int, fault: Callable[[str], CorruptFile], *, window: int = WINDOW
@@ -82,14 +89,14 @@ class Frame:
         )
 
     def some(self, into: memoryview) -> int:
-        """Fill the front of `into`; how many bytes, 0 at the end."""
+        """Fill the front of `into` with the next bytes. Returns how many, 0 at the end."""
         try:
             return int(self._reader.readinto(into))
         except self._errors as e:
             raise self._fault(str(e)) from e
 
     def take(self, into: memoryview) -> None:
-        """Fill `into` with the next decompressed bytes. Raises the fault where they end before."""
+        """Fill `into` with the next decompressed bytes. Raises if there are not so many."""
         done = 0
         while done < len(into):
             got = self.some(into[done:])
@@ -98,6 +105,7 @@ class Frame:
             done += got
 
     def skip(self, nbytes: int) -> None:
+        """Decompress the next `nbytes` bytes and drop them."""
         room = memoryview(bytearray(min(nbytes, 256 << 10)))
         while nbytes:
             step = min(nbytes, len(room))
@@ -105,7 +113,7 @@ class Frame:
             nbytes -= step
 
     def end(self) -> None:
-        """Raise the fault unless all is read."""
+        """Raise unless the frame and the compressed bytes end here."""
         try:
             more = self._reader.read(1)
         except self._errors as e:

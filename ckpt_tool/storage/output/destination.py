@@ -210,8 +210,8 @@ def check_beside(path: str, option: str, sources: Iterable[str], outputs: Iterab
 
 
 def refuse_link(destination: Path) -> None:
-    """Raise OutputExists E1603 where the output's name is a symbolic link: replacing the link would leave what it
-    points to, replacing what it points to is not what the name says."""
+    """Raise OutputExists E1603 if the output's name is a symbolic link. Replacing the link would leave its target in
+    place, and replacing the target would remove something under another name."""
     if destination.is_symlink():
         raise OutputExists(
             f"{destination} is a symbolic link to {os.readlink(destination)}, and --force replaces no links",
@@ -222,8 +222,8 @@ def refuse_link(destination: Path) -> None:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Device and inode of what a path leads to, None where nothing is there. Raises StorageError where the system does
-    not say: two places that could not be looked at are not one and the same."""
+    """Device and inode of what a path leads to, None if nothing exists there. Raises StorageError if that can't be
+    determined: two such places must not be taken for the same."""
     try:
         info = path.lstat()
         if stat.S_ISLNK(info.st_mode):
@@ -241,10 +241,11 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def check_space(parent: Path, nbytes: int, files: int, *, already: int = 0) -> None:
-    """Raise StorageError when the file system says that `nbytes` more bytes or `files` more inodes don't fit."""
+    """Raise StorageError E0706 if the file system has no room for `nbytes` more bytes or `files` more inodes."""
     info = os.statvfs(parent)
     free = info.f_bavail * info.f_frsize
     need = max(0, nbytes - already)
+    # A reserve of 2 %, at most 1 GiB.
     if need + min(need // 50, 1 << 30) > free:
         raise StorageError(
             f"the output needs {need} bytes and {parent} has {free} free",
@@ -276,7 +277,7 @@ def sweep_leavings(destination: Path) -> None:
 
 
 def _remove_second_name(name: Path, file: Path) -> None:
-    """Remove the first of two names of one file; nothing where it is none. Raises OSError."""
+    """Remove `name` if it is a second name of `file`. Raises OSError."""
     try:
         info = os.lstat(name)
     except FileNotFoundError:

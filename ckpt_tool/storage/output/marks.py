@@ -1,4 +1,4 @@
-"""Marks on an output itself: what a later process must know of it, and that no file in it may say.
+"""Marks on an output itself: what a later process must know about it and no file in it may contain.
 
 A mark is an extended attribute. The plan that wrote an output in parts can be recognised without them too: by the
 fractions of a second in the modification times of its folder, or of its first files, which are derived from the plan
@@ -31,7 +31,7 @@ _STEP = 100  # ns, of the coarsest file systems that keep fractions; a folder's 
 
 
 def mark(path: Path, name: str, value: str) -> bool:
-    """Set a mark. Was it set? Not where the file system has none."""
+    """Set a mark. Returns False if it could not be set, as on a file system without extended attributes."""
     try:
         platform_calls.set_mark(path, name, value.encode())
     except OSError:
@@ -40,8 +40,8 @@ def mark(path: Path, name: str, value: str) -> bool:
 
 
 def marked(path: Path, name: str) -> str:
-    """The mark on a path, "" where there is none or the file system has none. Raises OSError where the disk does not
-    say."""
+    """The mark on a path, "" if there is none or the file system does not support them. Raises OSError if the disk
+    fails."""
     try:
         return platform_calls.get_mark(path, name).decode("ascii", "replace")
     except OSError as e:
@@ -51,8 +51,8 @@ def marked(path: Path, name: str) -> str:
 
 
 def mark_plan(output: Path, plan_id: str) -> None:
-    """Say on an output that is about to get its name that this plan wrote it in parts: for a part that is run once
-    more."""
+    """Mark an output, just before it gets its name, as written in parts by this plan, so that a part that is started
+    again can see that nothing is left to do."""
     if mark(output, _PLAN, plan_id):
         return
     with suppress(OSError):  # without it a late part only learns that the output exists
@@ -60,20 +60,20 @@ def mark_plan(output: Path, plan_id: str) -> None:
             info = os.lstat(path)
             fraction = _fraction_of(plan_id, info)
             seconds = info.st_mtime_ns // _SECOND
-            earlier = fraction > info.st_mtime_ns % _SECOND  # no time is ever in the future
+            earlier = fraction > info.st_mtime_ns % _SECOND  # then one second back, so that no time is in the future
             written = (seconds - earlier) * _SECOND + fraction
             os.utime(path, ns=(info.st_atime_ns, written), follow_symlinks=False)
 
 
 def was_committed(destination: Path, plan_id: str) -> bool:
-    """Is what is there the output of this plan, written in parts? False where nothing says it. Raises StorageError."""
+    """Is the existing output marked as written in parts by this plan? Raises StorageError."""
     with naming(destination, "looking which plan wrote it"):
         said = marked(destination, _PLAN)
         return said == plan_id if said else _is_stamped(destination, plan_id)
 
 
 def _is_stamped(destination: Path, plan_id: str) -> bool:
-    """Has it, or have its first files, the times that this plan gives them? Raises OSError."""
+    """Has the output, or have its first files, the modification times that this plan sets? Raises OSError."""
     try:
         whole = os.lstat(destination)
         files = [os.lstat(file) for file in _first_files(destination)]
@@ -87,12 +87,12 @@ def _has_time_of(plan_id: str, info: os.stat_result) -> bool:
 
 
 def _first_files(output: Path) -> list[Path]:
-    """Some files of an output, always the same; none of a link. Raises OSError."""
+    """The first files of an output by name; the output itself if it is no folder. Raises OSError."""
     if not stat.S_ISDIR(os.lstat(output).st_mode):
         return [output]
     folder = os.open(output, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        # a worker that came at the last moment may have made a journal: it removes it again
+        # Journals are left out: a worker that joined at the last moment may have created one, and will remove it.
         names = sorted(name for name in files_beneath(folder) if not is_journal(name.partition("/")[0]))
     finally:
         close_read(folder)

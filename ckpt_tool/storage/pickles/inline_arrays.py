@@ -80,7 +80,7 @@ def place_arrays(pickled: Pickled) -> None:
 def array_in(path: str, start: int, nbytes: int, ref: ArrayRef) -> StoredArray:
     """The tensor `ref` of the pickle that is bytes [start, start + nbytes) of file `path`, as a stored array.
 
-    Of a BF16 tensor that is kept as F32 the upper half of each number is its value.
+    A BF16 tensor may be stored as F32: its values are then the upper halves of the numbers.
     """
     array = ref.array
     shape = ref.array.shape
@@ -97,7 +97,7 @@ def array_in(path: str, start: int, nbytes: int, ref: ArrayRef) -> StoredArray:
 
 
 def read_view(tree: Tree, path: str) -> bytes | None:
-    """The bytes of a view's path of either kind, None where it is no view of arrays."""
+    """The bytes of a view of arrays, of a file or of a pickle inside a file; None if the path is no such view."""
     base = base_of(path)
     if path == base + INLINE:
         return view(tree, base)
