@@ -152,6 +152,7 @@ def _degrees(tree: Tree, files: Mapping[str, tuple[int, ...]], facts: MegatronFa
     """
     if known:
         degrees = dict(facts.degrees)
+        # Expert ranks are carved out of the data ranks; the files have only the first chunk of a virtual pipeline.
         return degrees | {"dp": max(degrees["dp"], degrees["ep"]), "vpp": 1}
     numbers = list(files.values())
     several = any(len(found) > 2 and found[1] for found in numbers)

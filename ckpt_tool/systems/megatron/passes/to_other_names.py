@@ -1,4 +1,4 @@
-"""Removes what only Megatron has when names are translated to another system's: centred norms and vocabulary padding.
+"""Translates what only Megatron has when names become another system's: how norms are centred, and vocabulary padding.
 
     101 words, make_vocab_size_divisible_by 4, 2 tensor ranks: 104 rows   ->   the hub's embedding has the 101
 
@@ -43,6 +43,7 @@ def without_padding(chosen: Chosen, config: Mapping[str, Any] | None) -> Chosen:
         for row in chosen.stored
         if row.tensor.key.state == MODEL and row.tensor.shape and is_vocabulary(row.tensor.key.name)
     }
+    # Nothing is cut unless all vocabularies have exactly the padded size that the arguments state.
     if type(size) is not int or type(padded) is not int or type(multiple) is not int or rows != {padded} or size < 1:
         return chosen
     surplus = padded - size

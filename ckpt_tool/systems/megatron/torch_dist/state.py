@@ -97,6 +97,7 @@ def read_objects(tree: Tree, folder: str, entries: Mapping[str, ObjectEntry], it
         if key is not None:
             counts[key.base, key.shape] = counts.get((key.base, key.shape), 0) + 1
 
+    # Only complete grids of extra states are recorded, so that a writer can fill the same grids.
     out.extra_states |= {base: shape for (base, shape), count in counts.items() if count == prod(shape)}
     filled, others = both(
         lambda: _read_extra_states(tree, states, items, out),
