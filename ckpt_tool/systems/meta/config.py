@@ -145,12 +145,12 @@ def params_of(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         out["vocab_size"] = config["vocab_size"]
 
     if mistral:
-        out |= {"head_dim": head, "hidden_dim": rows}
+        out |= {"head_dim": head, "hidden_dim": rows}  # Mistral's code reads the width instead of computing it
         if config.get("sliding_window") is not None:
             out["sliding_window"] = config["sliding_window"]
         if config.get("num_local_experts") is not None:
             out["moe"] = {key: config[name] for key, name in _EXPERTS.items() if name in config}
-    elif head * heads != dim:
+    elif head * heads != dim:  # Meta's Llama computes the size of a head from these two
         raise UsageError(
             f"head_dim {head} x {heads} heads is not hidden_size {dim}: Meta's code has no other heads",
             code=UNSAYABLE,

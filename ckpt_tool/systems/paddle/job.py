@@ -120,6 +120,7 @@ class JobDegrees(NamedTuple):
         number = (shard * self.pp + pp) * self.tp + tp
         if self.ep == 1 or self.by_data:
             return PaddleRank(number, pp, tp, shard, 0, shard)
+        # The second numbering of a stage's ranks, r = shard * tp_degree + tp.
         moe_shard, ep = divmod(shard * self.tp + tp, self.ep)
         return PaddleRank((moe_shard * self.pp + pp) * self.ep + ep, pp, tp, shard, ep, moe_shard)
 
@@ -163,6 +164,7 @@ def owners(members: Sequence[OptimizerMember], ranks: int) -> dict[str, int]:
     """The rank that owns each parameter under v1, in the order in which Paddle assigns them."""
     sizes = [0] * ranks
     out = {}
+    # The sort is stable: parameters of equal size are assigned in the optimizer's order, as in Paddle.
     for member in sorted(members, key=lambda m: -m.numel):
         rank = sizes.index(min(sizes))
         out[member.name] = rank
@@ -279,6 +281,7 @@ def items_of(names: Iterable[str], config: Mapping[str, Any]) -> Items:
             own.add(int(mtp[1]))
     if not by_prefix:
         return Items("", 0, len(own))
+    # There may be several lists of layers, such as a vision encoder's: the longest is the decoder's.
     prefix = max(by_prefix, key=lambda key: len(by_prefix[key]))
     numbers = by_prefix[prefix]
     stated = text_config(config).get("num_hidden_layers")

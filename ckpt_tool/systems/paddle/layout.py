@@ -150,6 +150,7 @@ def _fit_data_ranks(tp: int, ep: int, dp: int, experts: int, notes: list[str]) -
             code=DEGREE,
             hint=f"--ep that Paddle can run here: {', '.join(map(str, near))} (tp * sharding = ep * moe_sharding)",
         )
+    # Expert ranks are carved out of the tp * dp ranks of a stage, so `ep` must divide that number.
     least = lcm(tp * dp, ep) // tp
     if least != dp:
         notes.append(
@@ -273,6 +274,7 @@ def parameters_of(
     """
     pair = tied_pair(names, rows, stages.items, config, statics)
     local = {front: ceil_div(count, holders) for front, count in _expert_counts(names).items()}
+    # Without any optimizer states every parameter counts as trained.
     trains = any(state not in (MODEL, EMA) for states in rows.values() for state in states)
     out = {}
     for name in names:
@@ -307,6 +309,7 @@ def tied_pair(
     """
     first = [name for name in names if items.at(name) == 0 and name.endswith(EMBEDDINGS)]
     last = [name for name in names if name.endswith(HEAD)]
+    # Tied tensors have one shape; a head of another one can't share the embedding's bytes.
     if len(first) != 1 or len(last) != 1 or _shape(rows[first[0]]) != _shape(rows[last[0]]):
         return None
     pair = first[0], last[0]
@@ -391,6 +394,7 @@ class LaidParameter:
                     parameter.alias is not None and degrees.pp > 1
                 )  # a pipeline makes shared layers before all others
                 self._by_stage[stage].insert(0 if first else len(self._by_stage[stage]), parameter)
+        # Ranks that differ only in their sharding rank have the same blocks and owners.
         self._blocks = lru_cache(maxsize=None)(self._make_blocks)
         self._owners = lru_cache(maxsize=None)(self._make_owners)
 
@@ -491,6 +495,7 @@ def settle(wanted: Wanted) -> LaidParameter:
             f"{', '.join(map(str, stages.counts))}"
         )
 
+    # Experts are spread over the ranks of one of the two groups, never of both.
     by_tensor = experts_by_tensor(experts_in(names), degrees, config)
     holders = degrees.tp if by_tensor else degrees.ep
     parameters = parameters_of(names, rows, stages, config, own.names or {}, holders)

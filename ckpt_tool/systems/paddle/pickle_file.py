@@ -194,7 +194,7 @@ def read_paddle(tree: Tree, name: str) -> PaddleContent:
     """
     shown = tree.display(name)
     _refuse_other(tree.head(name, 8), shown)
-    refuse_large(tree, name, TOO_LARGE)
+    refuse_large(tree, name, TOO_LARGE)  # arrays of protocol 2 are text, which has to be decoded in memory
     pickled = pickles.load_file(tree, name, span_from=512, places=True)
     unsafe = [f"{use} at {shown}, opcode {use.position}" for use in pickled.unsafe]
     value = pickled.value
@@ -311,6 +311,7 @@ class _PaddleTensorWalk:
         key = dotted(path)[:200]
         dtype = self._dtype(array.dtype, key)
         strides = None
+        # Fortran order is read without a copy, as strides.
         if array.fortran and len(array.shape) > 1:
             strides = tuple(reversed(contiguous_strides(tuple(reversed(array.shape)))))
         if isinstance(array.data, StorageSpan):
@@ -329,7 +330,7 @@ class _PaddleTensorWalk:
                 key=key,
                 hint="convert it to numbers, or leave it out of what is saved",
             )
-        if code[0] == ">" and DTYPES[found].bits > 8:
+        if code[0] == ">" and DTYPES[found].bits > 8:  # single bytes have no order
             raise InputError(
                 f"a big-endian array ({code})",
                 code=ORDER,
@@ -449,7 +450,7 @@ def chunks_of(saved: Saved, box: Box, within: Box | None = None, dtype: DType | 
     kind = saved.dtype if dtype is None else dtype
     if kind.bits != saved.dtype.bits:
         raise InternalError(f"{saved.path}: {saved.dtype.name} bits can't be {kind.name}")
-    if not box.numel:
+    if not box.numel:  # nothing to read: no chunk
         return ()
     parts = [part._replace(dtype=kind) for part in saved.parts]
     if len(parts) == 1 and (within.shape == box.shape or len(saved.shape) == 1):

@@ -108,7 +108,7 @@ def file_name(stem: str, kind: str, at: Mapping[str, int], part: int = 1, of: in
 
 def rank_file(path: str) -> RankFile | None:
     """The description of a per-rank file by its name, None for any other file."""
-    if path in BESIDE:
+    if path in BESIDE:  # these too are pickles with the extension of a model file
         return None
     found = _NAME.fullmatch(path)
     if found is None:
@@ -139,6 +139,7 @@ def rank_files(names: Iterable[str], *, prefer: object = None) -> list[RankFile]
         model_stem = known_stems[0]
     elif len(stems) == 1:
         model_stem = stems[0]
+    # Several models of unknown names: only the user can tell which one is meant (`--prefer`).
     if stems and not model_stem:
         return []
 
@@ -196,6 +197,7 @@ def _data_ranks(tree: Tree, others: int, least: int) -> int:
     names = tree.names() if tree.single is None else ()
     ranks = [int(match[1]) for match in map(_SIGNAL.fullmatch, names) if match]
     world = max(ranks, default=-1) + 1
+    # A gap in the markers, or a number that the degrees do not divide, proves nothing about the job's size.
     if world == len(ranks) and world % others == 0 and world // others % least == 0:
         return max(world // others, least)
     return least
@@ -218,6 +220,7 @@ def check_whole(tree: Tree, files: Sequence[RankFile], degrees: JobDegrees) -> N
             )
         have = {file.name for file in own}
         missing += [name for name in _expected_files(own, degrees) if name not in have]
+    # One error for all kinds of files, so that they can be fetched at once.
     if missing:
         fault = Incomplete(
             f"{len(missing)} of {len(files) + len(missing)} ranks' files are missing: {', '.join(missing[:8])}",
@@ -389,7 +392,7 @@ def _malformed_error(what: str, shown: str, key: str | None = None) -> CorruptFi
 
 
 def _mapping(value: Any, key: str, shown: str, kind: type = object) -> dict[str, Any]:
-    """Member `key` of a JSON object: an object whose values are of `kind`. Raises CorruptFile E1311."""
+    """Member `key` of a JSON object, itself an object with values of type `kind`. Raises CorruptFile E1311."""
     inner = value.get(key) if isinstance(value, dict) else None
     if not isinstance(inner, dict):
         raise _malformed_error(f"{key} is missing, or no object", shown)
@@ -448,6 +451,7 @@ def _check_degrees(meta: Meta, shown: str) -> None:
     tp, pp, ep = (meta.degrees.get(dim, 1) for dim in ("tp", "pp", "ep"))
     sharding = meta.degrees.get("sharding", 1)
     moe = meta.degrees.get("moe_sharding", 1)
+    # Both products count the ranks of one stage (`paddle.job`).
     if ep > 1 and tp * sharding != ep * moe:
         raise InconsistentCheckpoint(
             f"parallel_config: {tp} x {sharding} tensor and sharding ranks, {ep} x {moe} expert ranks",
@@ -456,7 +460,7 @@ def _check_degrees(meta: Meta, shown: str) -> None:
             hint="the file was edited: both products are the ranks of a stage",
         )
 
-    if not meta.stages or not meta.degrees:
+    if not meta.stages or not meta.degrees:  # the older files state no degrees
         return
 
     experts = any(at[2] for at in meta.stages)

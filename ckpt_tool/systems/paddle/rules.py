@@ -206,7 +206,7 @@ def _judge(
         return "no rule for this name"
     if kind == WHOLE or (_EXPERT.search(name) and not experts_are_cut(facts, ep)):
         return _NOT
-    if kind == KV and cut:
+    if kind == KV and cut:  # the meta states that it is a part: no need for the number of heads
         kind = COLUMN
     if kind == KV:
         heads = _int(facts, "num_key_value_heads", "multi_query_group_num", "num_attention_heads", "n_head")
@@ -296,6 +296,7 @@ def head_axis(shape: tuple[int, ...], facts: Mapping[str, Any], share: int) -> i
 def _kind(name: str, facts: Mapping[str, Any]) -> tuple[str | None, str]:
     """(kind of cut, last part) of a name; the kind is None for a name that no table has."""
     words = [word for word in name.split(".") if not word.isdecimal()]
+    # Scales of a quantised weight are cut like the weight.
     if words[-1] == "weight_scale_inv" and words[-2:-1] == ["weight"]:
         words.pop()
     leaf = words[-1]
@@ -304,6 +305,7 @@ def _kind(name: str, facts: Mapping[str, Any]) -> tuple[str | None, str]:
     if leaf == "sinks":
         return ROW, leaf
     module = words[-2] if len(words) > 1 else ""
+    # Norms of any name, before the tables: q_norm and k_norm are not projections.
     if "norm" in module or module.startswith("ln_"):
         return WHOLE, leaf
     own = _OF_MODEL.get(model_type_of(facts), {}).get(module)

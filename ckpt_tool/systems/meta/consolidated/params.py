@@ -82,6 +82,7 @@ def sizes_of(params: Mapping[str, Any], path: str) -> MetaSizes:
         if level.get(name) is not None and not _number(level[name]):
             faults.append(f"{name} is {_show_value(level[name])}, want a number above 0")
 
+    # Only valid numbers are compared with each other.
     if not faults:
         dim = level["dim"]
         heads = level["n_heads"]

@@ -97,6 +97,7 @@ def read_shards(tree: Tree, names: tuple[str, ...], *, lenient: bool, required: 
         joined = _join_shards(tree, shards, name, faults)
         if joined is not None:
             tensors[joined.key] = joined
+    # Tensors are found by the names in the files, so layers that all files lack are looked for by number.
     _check_layers(tree, shards, faults)
     _raise(faults, notes, lenient=lenient)
     if params is None:

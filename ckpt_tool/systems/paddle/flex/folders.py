@@ -80,6 +80,7 @@ def find(listing: Iterable[str]) -> list[Save]:
     saves = [save for save in trainer if save is not None]
     if saves:
         return saves
+    # A plain save counts only without the Trainer's folders; both together are refused by `check`.
     plain = _find_newest("", names.get("", ()))
     return [plain] if plain else []
 

@@ -160,6 +160,7 @@ def kept(ranks: Iterable[tuple[int, Sequence[FlexBlock]]], unique: int = 0) -> F
                 first[index] = item
                 stated.setdefault(item.key, []).append(item)
             homes.setdefault(index, []).append(rank)
+    # Paddle's own rule, repeated exactly: the file with the fewest items so far, then the order of names.
     load = dict.fromkeys(mine, 0)
     names = {rank: file_name(rank, unique) for rank in mine}
     owner: dict[tuple[object, ...], int] = {}

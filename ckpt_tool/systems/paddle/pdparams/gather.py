@@ -83,6 +83,7 @@ def _differ(tree: Tree, arrays: Sequence[StoredArray]) -> bool | None:
     nbytes = min(first.dtype.nbytes(first.numel), LOOKED_AT // width * width)
     if not nbytes:
         return None
+    # Equal bytes mean copies, unless it is one value throughout (zeros, ones), which proves nothing.
     seen = read_array(tree, first, nbytes)
     if any(read_array(tree, other, nbytes) != seen for other in arrays[1:]):
         return True
@@ -250,6 +251,7 @@ class PaddleGathering:
             return self._copies(key, [held for group in groups.values() for held in group])
         cut = self._cut(key.name, local)
         shape = joined_shape(local, cut, self.degrees.tp)
+        # Tensor rank -> copies of its part so far: each further group that holds the part is a replica.
         copies: dict[int, int] = {}
         chunks: list[Chunk] = []
         for (_, tp, _), group in sorted(groups.items()):
@@ -308,7 +310,7 @@ class PaddleGathering:
                 distributed = False
             try:
                 cut = stored_cut(name, local, self.config, degrees.tp, ep=degrees.ep, distributed=distributed)
-            except InputError:
+            except InputError:  # no rule without a config: compare the values of the ranks
                 seen = self._decide_by_values(name)
                 if seen is None:
                     raise

@@ -133,6 +133,7 @@ class _PaddleWriting:
         files += self._extras()
         copies = list(self.wanted.side_file_copies())
         taken = {file.path for file in files}
+        # Files that are generated replace the source's side files of the same name.
         copies = [file for file in copies if file.path not in taken]
         config = config_of(self.wanted)
         if config and not any(file.path == "config.json" for file in copies):
@@ -155,6 +156,7 @@ class _PaddleWriting:
         d = self.laid.degrees
         same = (before.at("pp"), before.at("ep")) == (d.pp, d.ep)
         same = same and (not self.laid.by_tensor or before.at("tp") == d.tp)
+        # Counters run in each process, so static names stay right only if every process has the same parameters.
         if not same or (d.pp > 1 and (own.counts or ()) != self.laid.stages.counts):
             return {}
         if not all(name in names for name in self.laid.parameters):
@@ -283,6 +285,7 @@ class _PaddleWriting:
                     arrays[key] = self._array(composer, share, number)
         scheduler = {} if self.scheduler is None else {SCHEDULER: dict(self.scheduler)}
         path = self._path("optimizer", OPTIMIZER_FILE, rank, shard=True)
+        # Without masters the file is in encoding A, which has a name table; with them in encoding B.
         if not masters:
             return composer.file(path, {**arrays, **scheduler}, {key: key for key in arrays})
         named = {key: NamedTensor(key, ref) for key, ref in arrays.items()}

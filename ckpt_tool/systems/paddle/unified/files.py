@@ -86,12 +86,14 @@ def optimizer_key(key: str, dtype: DType, *, path: str) -> TensorKey:
             key=key[:200],
             hint="the file holds something else than a Paddle optimizer: was a model file renamed?",
         )
+    # Scales of a quantised moment have a suffix with @.
     if "@" in kind:
         for suffix in quant.SUFFIXES:
             if kind.endswith(suffix):
                 base = kind.removesuffix(suffix)
                 return TensorKey(name, KINDS.get(base, base.removesuffix("_0")) + suffix)
     state = KINDS.get(kind, kind.removesuffix("_0"))
+    # A moment of 8 bits has Paddle's quantisation, which needs its scales to be read.
     if state == "exp_avg" and dtype.name == "I8":
         return TensorKey(name, quant.FIRST8)
     if state == "exp_avg_sq" and dtype.name in ("U8", "I8"):
@@ -293,6 +295,7 @@ def check_markers(tree: Tree, files: UnifiedFiles) -> None:
         return
 
     ranks: set[int] = set().union(*done.values())
+    # Ranks are numbered from 0, so the highest implies all others. A lone -1 is no rank.
     if max(ranks) >= 0:
         ranks = set(range(max(ranks) + 1))
     parts = [
