@@ -4,12 +4,12 @@
     if library is None or not library.linear(inputs, weights, 1.0, out):
         ...                                # NumPy, the same bits
 
-The library comes with the package (`loading.py`); a run never compiles anything. Who asks says how much work there is:
-from LEAST bytes on the library is loaded, and it is believed only after a trial against NumPy (`_trial`). Whatever goes
-wrong (a library that is missing or can't be loaded, a trial that fails) means NumPy and a line with -v
-(`compiled.notes`), no failure, unless CKPT_COMPILED names a path: then it is an error.
+The library comes with the package (`loading.py`); a run never compiles anything. The caller says how much work it has:
+from LEAST bytes on the library is loaded, and it is used only after a trial against NumPy (`_trial`). If anything goes
+wrong (a library that is missing or can't be loaded, a trial that fails), NumPy is used and -v shows a note
+(`compiled.notes`). That is an error only if CKPT_COMPILED names a path.
 
-Calls hold no lock of Python's. Cost of a call: 5 us; of the trial: 10 ms.
+Calls release the GIL. Cost of a call: 5 us; of the trial: 10 ms.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class CompiledLibrary:
         )
 
     def panels(self, right: Array) -> Array:
-        """(rank, columns) as `folded` takes it: panels of a few columns, (panels, rank, columns of a panel), fp32, the
-        last one padded by zeros."""
+        """A matrix (rank, columns) in the form that `folded` needs: panels of a few columns, (panels, rank, columns of
+        a panel), fp32, the last one padded with zeros."""
         rank, columns = right.shape
         count = ceil_div(columns, self.pair)
         wide = np.zeros((rank, count * self.pair), np.float32)
@@ -135,9 +135,11 @@ class CompiledLibrary:
         )
 
     def largest(self, values: tuple[Array, str], columns: int, width: int, out: Array) -> bool:
-        """out[r, b] = max(out[r, b], the largest magnitude of block b of row r), blocks of `width` columns; an `out` of
-        one row is all rows'. values: (1-d, dtype), whole rows. out: (rows, blocks), fp32. What is no finite number
-        stays none. False where the dtype is not known here."""
+        """out[r, b] = max(out[r, b], the largest magnitude in block b of row r), for blocks of `width` columns.
+
+        values: (1-d, dtype), complete rows. out: (rows, blocks), fp32; an `out` of one row is for all rows together.
+        NaN and infinities stay such. False if the dtype is not supported.
+        """
         line, dtype = values
         if dtype not in _KINDS:
             return False
@@ -149,11 +151,16 @@ class CompiledLibrary:
     def codes(
         self, values: tuple[Array, str], where: tuple[int, int, int], divisors: Array, to: str, out: Array
     ) -> tuple[float, float, float] | None:
-        """out = nearest code(values / divisors), as `quantised.nearest_codes` has it; (the largest distance of what is
-        made
-        of the codes, the sums of squares of the distances and of the values). where: (columns, columns of the first
-        block to the left of them, columns of a block). divisors: (rows, blocks) or one row for all, fp32. out: 1-d,
-        bytes. None where a dtype is not known here."""
+        """out = nearest code(values / divisors), by the rules of `quantised.nearest_codes`.
+
+        Args:
+            where: (columns, columns of the first block to the left of them, columns of a block).
+            divisors: (rows, blocks) or one row for all, fp32.
+            out: 1-d, bytes.
+
+        Returns: (the largest distance between values and decoded codes, the sum of the squared distances, the sum of
+            the squared values); None if a dtype is not supported.
+        """
         line, dtype = values
         if dtype not in _KINDS or to not in _CODES:
             return None
@@ -229,11 +236,11 @@ class Shelf(Generic[T]):
         self._lock = threading.Lock()
 
     def load(self, library: ctypes.CDLL, path: str) -> T:
-        """The functions of a path. Raises AttributeError where one is not there."""
+        """The functions of a path. Raises AttributeError if one is missing."""
         raise NotImplementedError
 
     def trial(self, functions: T) -> str:
-        """What they make otherwise than the implementation without them, in words, "" for nothing."""
+        """The difference between their results and those of the fallback, in words; "" if there is none."""
         raise NotImplementedError
 
     def ready(self, size: int) -> T | None:
@@ -264,7 +271,7 @@ class Shelf(Generic[T]):
         self._is_decided = True
 
     def find_refusal(self, choice: loading.Choice) -> str:
-        """Load and try the functions of a choice; why they are not to be used, "" where they are kept."""
+        """Load and try the functions of a choice, and return why they can't be used, "" if they can."""
         if choice.library is None:
             return choice.reason
         try:

@@ -99,9 +99,8 @@ class Catalog:
 
     def check(self) -> None:
         """Raise an error with all faults unless every tensor's boxes tile it."""
-        list_parted = getattr(
-            self.tensors, "parted", None
-        )  # tables know which lie in parts: all others are one whole array
+        # A table knows which of its tensors are stored in pieces; all others are single arrays and need no check.
+        list_parted = getattr(self.tensors, "parted", None)
         faults = list(faults_of(self.tensors.values() if list_parted is None else [*list_parted()], self.indexes))
         if faults and is_collecting() and all(isinstance(fault, Incomplete) for fault in faults):
             self._report_holes(faults)

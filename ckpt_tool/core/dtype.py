@@ -18,20 +18,19 @@ from ckpt_tool.errors import InputError
 
 
 class DType(NamedTuple):
-    """An element type. `bits` is the width of one element, `numpy` the NumPy name that holds its bits."""
+    """An element type, or a type of blocks of elements."""
 
-    name: str
-    bits: int
+    name: str  # safetensors' spelling
+    bits: int  # width of an item
+    # A NumPy type of the same width: with the right values if NumPy has the type (`exact`), else an unsigned integer or
+    # raw bytes that only carry the bits (BF16, FP8, blocks).
     numpy: str
     exact: bool
-    torch: str | None
-    # elements in one item of a type of blocks; 0 where items are elements; 1 for numbers of another byte order. `numpy`
-    # names a type of the same width whose values are right where NumPy has the type (`exact`), or an
-    # unsigned integer that only carries the bits (BF16, FP8).
-    block: int = 0
+    torch: str | None  # torch's name, None if torch has no such dtype
+    block: int = 0  # elements in an item of a type of blocks; 0: items are elements; 1: big-endian elements
 
     def nbytes(self, numel: int) -> int:
-        """Bytes of `numel` elements. Raises InputError when a sub-byte count does not fill whole bytes."""
+        """Bytes of `numel` elements. Raises InputError E0306 if these do not fill complete bytes."""
         bits = numel * self.bits
         if bits % 8:
             raise InputError(f"{numel} elements of {self.name} are {bits} bits, not whole bytes", code="E0306")
@@ -44,11 +43,11 @@ class DType(NamedTuple):
 
     @property
     def coded(self) -> bool:
-        """Are items something else than elements of this machine: bytes to move, and to make floats of?"""
+        """Are items blocks or big-endian numbers? They can be moved as bytes or decoded to floats, nothing else."""
         return self.block > 0
 
     def elements(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape in elements of a tensor that has this one in items.
+        """The shape in elements of a tensor that has the shape `shape` in items.
 
         >>> DType("Q8_0", 34 * 8, "V34", False, None, 32).elements((2, 3))
         (2, 96)

@@ -1,8 +1,7 @@
-"""Faults of one pass: what reads many files goes on behind the first one that is broken, and raises all faults as one
-error.
+"""Faults of one pass: code that reads many files goes on after a broken one, and raises all faults as one error.
 
 contents = by_file(names, lambda name: read_content(tree, name))
-      # or one error that names every file that does not read
+      # or one error that names every file that can't be read
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ FAULTS_SHOWN = 100  # of one pass, each a line
 
 
 def read_by_file(names: Iterable[str], read: Callable[[str], V]) -> dict[str, V]:
-    """What `for_each` reads, by file."""
+    """The results of `read` by file, each file read once. Faults are raised as by `read_each`."""
     files = list(dict.fromkeys(names))
     return dict(zip(files, read_each(files, read), strict=True))
 
@@ -37,8 +36,7 @@ def together(faults: Sequence[CkptError]) -> CkptError:
 
 
 def both(one: Callable[[], K], other: Callable[[], V]) -> tuple[K, V]:
-    """What two readings give, of which neither needs the other; the faults of both are raised as one, as `for_each`
-    does."""
+    """The results of two independent readings. The faults of both are raised as one error, as by `read_each`."""
     results: list[K | V] = read_each((0, 1), lambda number: other() if number else one())
     return results[0], results[1]  # type: ignore[return-value]  # in this order
 
@@ -46,8 +44,10 @@ def both(one: Callable[[], K], other: Callable[[], V]) -> tuple[K, V]:
 def read_each(
     items: Iterable[K], read: Callable[[K], V], *, file: Callable[[K], object] = lambda item: item
 ) -> list[V]:
-    """`read` of every item, in order. What is wrong with the input is raised when all were tried, as one error
-    (`together`); what asks for code, and what the operating system refuses, at once.
+    """The results of `read` for all items, in order.
+
+    Faults of the input are raised as one error (`together`) after all items were tried; input that needs unsafe code,
+    and failures of the operating system, at once.
 
     file: the file of an item, if several items share one: a file that can't be read is named once.
     """

@@ -1,8 +1,8 @@
 """Listing: a checkpoint's tensors as `inspect` shows them, without making a row for each.
 
-Of 92,000 tensors a person is shown a tree of forty lines and a few sums. A reader that keeps columns (names in one
-piece of memory, a kind shared by many tensors) gives them as blocks; sums come from the kinds, the tree from names and
-kinds:
+Of 92,000 tensors, a user is shown a tree of forty lines and a few sums. A reader that keeps columns (names in one piece
+of memory, a kind shared by many tensors) provides them as blocks; sums are computed from the kinds, the tree from names
+and kinds:
 
     listing.tally()    {("model", (BF16, (4096, 4096), 33554432)): 64, ...}
     list(listing)      [{"name": ..., "state": "model", "dtype": "BF16", "shape": [...], "bytes": ...}, ...]
@@ -27,15 +27,15 @@ ROWS = 4096  # of one piece of JSON: 0.5 MB
 
 
 class RowBlock(NamedTuple):
-    """Tensors of one state in the source's order."""
+    """Tensors of one state, as columns in the source's order."""
 
     state: str
-    names: Callable[[], Sequence[bytes]]  # gives their names as UTF-8
-    kinds: Sequence[Kind]  # what each is
+    names: Callable[[], Sequence[bytes]]  # returns the names, in UTF-8
+    kinds: Sequence[Kind]  # dtype, shape and bytes of each tensor; equal kinds are often one object
 
 
 class Listing(Sequence[dict[str, Any]]):
-    """The rows of `inspect --json`, each made when it is asked for."""
+    """The rows of `inspect --json`, each made on access."""
 
     def __init__(self, blocks: Iterable[RowBlock]) -> None:
         self.blocks = tuple(blocks)
@@ -85,7 +85,7 @@ class Listing(Sequence[dict[str, Any]]):
 
     @cached_property
     def distinct(self) -> tuple[tuple[tuple[Kind, int], ...], ...]:
-        """For each block its kinds, one entry an object, and how many tensors have it."""
+        """For each block: (kind, number of its tensors), one entry for each object, compared by identity."""
         return tuple(
             tuple((objects[number], count) for number, count in Counter(map(id, block.kinds)).items())
             for block in self.blocks
@@ -94,5 +94,6 @@ class Listing(Sequence[dict[str, Any]]):
 
 
 def _row(name: str, state: str, kind: Kind) -> dict[str, Any]:
+    """A tensor as `inspect --json` lists it."""
     dtype, shape, nbytes = kind
     return {"name": name, "state": state, "dtype": dtype.name, "shape": list(shape), "bytes": nbytes}

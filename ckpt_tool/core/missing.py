@@ -1,13 +1,13 @@
-"""What is missing of a checkpoint that is only looked at.
+"""Missing parts of a checkpoint that is only inspected.
 
-Every reader refuses a checkpoint that is not complete, and so does every command that writes. `ckpt inspect` wants to
-know what is there all the same. A reader therefore does not raise what is wrong where it could go on without the file:
-it reports it here, and leaves the file out.
+Readers refuse a checkpoint that is not complete, and so do all commands that write. `ckpt inspect` shows the parts that
+exist nevertheless. So if a reader can go on without a file, it does not raise the error itself: it reports it here, and
+leaves the file out.
 
     report_missing(Incomplete("1 of 2 files is missing: b.safetensors", code="E0380"), files=["b.safetensors"])
 
-raises the error, as ever; inside `collected_missing()` it is remembered instead. Readers go on only in the thread that
-asked for it: what another thread of the process reads at the same time is refused as before.
+raises the error as usual; inside `collected_missing()` the error is remembered instead. This holds only for the thread
+that opened the context: other threads that read at the same time raise errors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ckpt_tool.errors import CkptError
 
 @dataclass(slots=True)
 class MissingParts:
-    """What a reader went on without."""
+    """The parts that readers went on without, and the errors that they would have raised."""
 
     faults: list[CkptError] = field(default_factory=list)
     files: dict[str, int | None] = field(default_factory=dict)  # path -> how many tensors it holds, if that is known
@@ -36,7 +36,7 @@ _COLLECTING: ContextVar[MissingParts | None] = ContextVar("missing parts", defau
 
 @contextmanager
 def collected_missing() -> Iterator[MissingParts]:
-    """Let readers of this thread go on without what is missing, and remember what that is."""
+    """Within this context, readers of this thread go on without missing parts, which are collected."""
     parts = MissingParts()
     token = _COLLECTING.set(parts)
     try:
@@ -46,7 +46,7 @@ def collected_missing() -> Iterator[MissingParts]:
 
 
 def is_collecting() -> bool:
-    """Is the checkpoint only looked at, so that a reader may go on without what is missing?"""
+    """Is the checkpoint only inspected, so that a reader may go on without missing parts?"""
     return _COLLECTING.get() is not None
 
 
@@ -57,7 +57,7 @@ def report_missing(
     file_bytes: Mapping[str, int] | None = None,
     tensors: Mapping[TensorKey, int | None] | None = None,
 ) -> None:
-    """Raise `fault`, or remember it where the checkpoint is only looked at.
+    """Raise `fault`, or remember it if the checkpoint is only inspected.
 
     Args:
         files: the missing files, relative to the root; with the number of tensors in each where that is known.

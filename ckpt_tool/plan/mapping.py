@@ -1,17 +1,17 @@
 """Mapping: the tensors of a checkpoint under another naming, with their bytes where they are.
 
-A mapping says of parameters which elements of which source they are made of (`algebra.mapped`). A stored chunk is a
-strided box, so each piece of a new tensor is one too, or a few: no byte moves, and the plan that follows is the same as
-for any other tensor. Paddle's grouped `qkv_proj` of 2 groups, (in, out), as the hub's `q_proj`, (out, in):
+A mapping says for each parameter which elements of which sources form it (`algebra.mapped`). A stored chunk is a
+strided box, so each piece of a new tensor is one too, or a few: no byte moves, and planning goes on as for any other
+tensor. Paddle's grouped `qkv_proj` of 2 groups, (in, out), as the hub's `q_proj`, (out, in):
 
     qkv_proj.weight (32, 64)         chunk: the whole array
     q_proj.weight   (32, 32)         chunks: rows 0..15 = columns 0..15 of it, rows 16..31 = columns 32..47, transposed
 
 States follow their parameter: master, moments and EMA have its shape and its pieces; a counter of one element (`step`,
 `beta1_pow_acc`) is taken from every source and must be the same in all of them, which the run compares. A state of any
-other shape can't follow and is an error, of a square matrix too, whose preconditioners (SOAP's `GG`, `Q`) have its
-shape by chance: the others' show what they are (`shaped_otherwise`). Cost: some 20 us a piece and chunk. What it does
-not do: change values.
+other shape can't follow and is an error. That includes preconditioners (SOAP's `GG`, `Q`), which have the shape of a
+square matrix by chance: those of other matrices reveal them (`shaped_otherwise`). Cost: some 20 us a piece and chunk.
+What it does not do: change values.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ Shape = tuple[int, ...]
 
 
 class Applied(NamedTuple):
-    """A checkpoint after a change of names."""
+    """A checkpoint after its tensors were renamed."""
 
-    # the tensors under their new names, parameter by parameter in the mapping's order, then those that it does not
-    # know, as they were
+    # The tensors under their new names, parameter by parameter in the mapping's order, then those that it does not
+    # mention, unchanged.
     stored: tuple[Stored, ...]
-    renewed: frozenset[TensorKey]  # keys whose values are others than the source's of that key
-    kept: tuple[str, ...]  # names that passed as they are
-    dropped: tuple[LogicalTensor, ...]  # the tensors of the names that the mapping leaves out
-    names: Mapping[str, tuple[str, ...]]  # parameter -> those made of it
+    renewed: frozenset[TensorKey]  # keys under which the source had other values or none
+    kept: tuple[str, ...]  # names that the mapping does not mention
+    dropped: tuple[LogicalTensor, ...]  # tensors that the mapping drops
+    names: Mapping[str, tuple[str, ...]]  # source parameter -> parameters that contain elements of it
 
 
 def parameter_shapes(rows: Iterable[Stored]) -> dict[str, Shape]:
@@ -56,7 +56,7 @@ def parameter_shapes(rows: Iterable[Stored]) -> dict[str, Shape]:
 
 
 def shaped_otherwise(rows: Sequence[Stored]) -> frozenset[str]:
-    """The optimizer's states of which some tensor has neither its parameter's shape nor a single element."""
+    """The optimizer states with some tensor that has neither its parameter's shape nor a single element."""
     shapes = parameter_shapes(rows)
     return frozenset(
         row.tensor.key.state
@@ -68,9 +68,11 @@ def shaped_otherwise(rows: Sequence[Stored]) -> frozenset[str]:
 
 
 def apply_mapping(rows: Sequence[Stored], mapped: Mapped, otherwise: Set[str] = frozenset()) -> Applied:
-    """The tensors under the mapping's names. otherwise: `shaped_otherwise` of all that the sources have. Raises
-    InconsistentCheckpoint E2303 for a state that some sources of a tensor have and others lack, whose shape is neither
-    the parameter's nor a single element, or whose dtypes differ, all at once."""
+    """The tensors under the mapping's names. otherwise: `shaped_otherwise` of all tensors in the sources.
+
+    Raises one InconsistentCheckpoint E2303 for all states that some sources of a tensor have and others lack, whose
+    shape is neither the parameter's nor a single element, or whose dtypes differ.
+    """
     shapes = parameter_shapes(rows)
     by_name: dict[str, dict[str, Stored]] = {}
     for row in rows:
@@ -132,7 +134,7 @@ def apply_mapping(rows: Sequence[Stored], mapped: Mapped, otherwise: Set[str] = 
 
 
 def _parts(made: Made, shapes: Mapping[str, Shape]) -> list[Piece]:
-    """The pieces of a tensor. Raises UsageError E1280 for what this build does not carry out: padding, maps of
+    """The pieces of a tensor. Raises UsageError E1280 for pieces that this build can't make: padding, maps of
     values."""
     for piece in made.pieces:
         if piece.src.name == PAD or piece.maps or piece.src.name not in shapes:
@@ -204,7 +206,7 @@ def _states(
 
 
 def _make_counter(key: TensorKey, tensors: Sequence[LogicalTensor]) -> LogicalTensor:
-    """One number of several sources: they are replicas of one another, and compared as such."""
+    """The counter of a tensor made of several sources: their counters become replicas, which the run compares."""
     first_tensor = tensors[0]
     if len(tensors) == 1 and first_tensor.key == key:
         return first_tensor

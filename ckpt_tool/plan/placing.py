@@ -51,7 +51,7 @@ Cuts = tuple[tuple[int, tuple[str, ...]], ...]  # (tensor dim, mesh dims that sh
 
 
 class PlacingRule(NamedTuple):
-    """A line of a layout file: which tensors, and how they are cut."""
+    """A rule of a layout file: which tensors it is for, and how they are cut."""
 
     match: str  # pattern of tensor names
     state: str = "*"  # pattern of states
@@ -61,26 +61,26 @@ class PlacingRule(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What the user asked for."""
+    """How the user wants tensors to be distributed."""
 
     mesh: Mesh
     zero: int = 0  # 0-3, how far DP shards the states
     policy: str = "largest-dim"  # for dims that do not divide
-    uneven: bool = False  # do data ranks cut those as DTensor does, whatever the policy?
+    uneven: bool = False  # do data ranks cut such dims as DTensor does, regardless of the policy?
     rules: tuple[PlacingRule, ...] = ()
     cuts: Mapping[str, int] = field(default_factory=dict)  # name -> tensor dim that the source's ranks cut
-    # layers of each stage, () for even stages, of about the same bytes where the layers do not divide
+    # layers of each stage; () for as many layers in each, or about the same bytes if the layers do not divide
     pp_split: tuple[int, ...] = ()
-    # matrices are stored as (inputs, outputs), as Paddle does, so that what cuts outputs cuts dim 1
+    # are matrices stored as (inputs, outputs), as in Paddle? A cut along outputs then cuts dim 1
     in_out: bool = False
     # tensors of quantised weights, which are cut between blocks
     together: Mapping[str, Units] = field(default_factory=dict)
 
 
 def lay_out(tensors: Sequence[WantedTensor], wishes: Wishes) -> tuple[Layout, list[dict[str, Any]]]:
-    """A placement for every tensor, and the fallbacks taken, one entry for each distinct case.
+    """A placement for every tensor, and the fallbacks, one entry for each distinct case.
 
-    Raises UsageError for degrees that the checkpoint can't take: more stages than layers, experts that don't divide.
+    Raises UsageError for degrees that don't fit the checkpoint: more stages than layers, experts that don't divide.
     """
     if wishes.mesh.size == 1:
         return Layout(wishes.mesh, (Placement(),) * len(tensors), "one rank"), []
@@ -113,6 +113,7 @@ class _State(NamedTuple):
 
 
 def _group_by_state(tensors: Sequence[WantedTensor]) -> dict[str, _State]:
+    """The tensors of each state, in their order."""
     indexes: dict[str, list[int]] = {}
     for index, item in enumerate(tensors):
         indexes.setdefault(item.key.state, []).append(index)
@@ -123,6 +124,7 @@ def _group_by_state(tensors: Sequence[WantedTensor]) -> dict[str, _State]:
 
 
 def _sum_bytes_by_name(tensors: Sequence[WantedTensor]) -> dict[str, int]:
+    """Bytes of each parameter with all its states, by which pipeline stages are balanced."""
     sizes: dict[str, int] = {}
     for item in tensors:
         sizes[item.key.name] = sizes.get(item.key.name, 0) + item.nbytes
@@ -139,11 +141,11 @@ def _find_shapes(states: Mapping[str, _State]) -> dict[str, Shape]:
 
 
 class _Name(NamedTuple):
-    """What a name says about the tensor's place in the model."""
+    """The tensor's place in the model, according to its name."""
 
     layer: int | None
     expert: int | None
-    alike: str  # the name with # for those numbers: equal for tensors that are cut alike
+    alike: str  # the name with # in place of the two numbers: tensors with equal ones are cut alike
 
 
 def _parse_name(name: str) -> _Name:
@@ -164,10 +166,10 @@ def _mask_number(name: str, number: tuple[int, int]) -> str:
 
 
 class _Wish(NamedTuple):
-    """How a tensor shall be cut."""
+    """How a tensor should be cut, before it is known whether its shape allows it."""
 
     cuts: Cuts = ()
-    source: str = ""  # where that came from
+    source: str = ""  # where the wish comes from, for the report
     spread: tuple[str, ...] = ()  # mesh dims of data ranks, which cut unevenly
 
 
@@ -205,7 +207,7 @@ class _Placer:
         ]
 
     def _classify_state(self, state: str) -> str:
-        """What the wishes depend on in a state: is it weights, extras or other? With rules each state is its own."""
+        """The kind of a state on which wishes depend: weights, extras or others. With rules, each state is a kind."""
         if self.wishes.rules or state == EXTRAS:
             return state
         return MODEL if state in _WEIGHTS or self.wishes.zero in (0, 3) else ""
@@ -233,14 +235,14 @@ class _Placer:
         return self._place(shape, wish, at)
 
     def _place_together(self, name: str, units: Units) -> Placement:
-        """The placement of codes or scales of a quantised weight: as the weight is cut, in whole blocks; not cut where
-        they serve all pieces. The policies that cut unevenly fall back as the default does."""
+        """The placement of codes or scales of a quantised weight: cut like the weight, between blocks, or not at all if
+        all pieces share them. Policies that cut unevenly are replaced by the default."""
         lead = units.lead
         parsed = self.names[units.lead]
         by_rule = any(fnmatchcase(lead, rule.match) for rule in self.wishes.rules)
         alike = (parsed.alike, parsed.expert is None, units.whole, self.wishes.cuts.get(lead), lead if by_rule else "")
         if alike not in self._wishes or self.wishes.rules:
-            # The table of common names knows the weight's name (`units.made`), a rule that of its codes.
+            # The table of common names contains the weight's name (`units.made`), rules match the name of its codes.
             wish_name = lead if by_rule else units.made
             experts = {wish_name: self.experts[lead]} if lead in self.experts else {}
             cuts = {wish_name: self.wishes.cuts[lead]} if lead in self.wishes.cuts else {}
@@ -282,7 +284,7 @@ class _Placer:
 def _choose_cuts(
     name: str, state: str, shape: Sequence[int], wishes: Wishes, stages: Mapping[str, int], experts: Mapping[str, int]
 ) -> tuple[At, _Wish]:
-    """(fixed coordinates, how it shall be cut) for one tensor."""
+    """(fixed coordinates, wish) for one tensor: by the first rule that matches, else by tensor parallelism and ZeRO."""
     mesh = wishes.mesh
     for rule in wishes.rules:
         if fnmatchcase(name, rule.match) and fnmatchcase(state, rule.state):
