@@ -1,4 +1,4 @@
-"""Opening a checkpoint of which files are damaged, so that `ckpt verify` can judge the rest and name each damaged one.
+"""Opens a checkpoint with damaged files, so that `ckpt verify` can check the rest and list each damaged file.
 
 A reader refuses a checkpoint at the first file whose header, pickle or zip directory is broken. Most of the others are
 most often whole, and "which rank is corrupt" is the question. So the checkpoint is opened again, and the damaged file

@@ -1,6 +1,6 @@
-"""Opening a source: the path that a user gave becomes a tree, a format and a catalog.
+"""Opens a source: turns the user's path into a tree, a format and a catalog.
 
-A folder that holds several checkpoints resolves through its pointer file; the report says which one was taken.
+If a folder contains several checkpoints, its pointer file decides which one is opened; the report names it.
 
 Of a Hugging Face cache folder (`models--ORG--NAME`) one of the snapshots is taken:
 
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
     from ckpt_tool.report.holdings import Checkpoint
 
 FOLLOW = "--follow-symlinks follows links that leave it, where you trust them"
-LINKS = 20  # that are named one by one
+LINKS = 20  # links that a message lists one by one
 ROLES = ("actor", "critic", "reward")  # models of a step, each with a checkpoint of its own
 NAME_LIMIT = 4096  # characters; those of real checkpoints have some hundred
 LFS_POINTER = "W-lfs-pointer"  # a note, and a finding of verify and audit
 
 
 def _none(state: str) -> bool:
-    """Of no state."""
+    """Default of `leaves`: no state is dropped."""
     return False
 
 
@@ -179,7 +179,7 @@ def _opened(given: Tree, reading: Reading) -> Opened:
     if not catalog.unsafe:  # code is refused first
         notes = look_for_copies(tree, catalog, lenient=reading.lenient)
         catalog = replace(catalog, notes=(*catalog.notes, *notes)) if notes else catalog
-    if reading.require_checksums:  # of every format, also of those whose readers do not ask
+    if reading.require_checksums:  # checked here again, because not every format's reader checks it
         unproved = (tensor for key, tensor in catalog.tensors.items() if key not in catalog.digests)
         checksums.missing(tree, unproved, required=True)
     if fmt.holds.single:
@@ -193,7 +193,7 @@ def _opened(given: Tree, reading: Reading) -> Opened:
     if given.odd_links or tree.odd_links:
         note = Note("W-links", f"not read: {'; '.join(_odd_links(given, tree))} ({FOLLOW})")
         catalog = replace(catalog, notes=(*catalog.notes, note))
-    if tree is not given and has_recipe(given):  # what reads it reads pickles
+    if tree is not given and has_recipe(given):  # checked first: its reader imports the pickle modules
         for join_state in offered("run_state"):
             catalog, is_whole = join_state(given, tree, catalog, reading)
             if is_whole:
@@ -202,8 +202,8 @@ def _opened(given: Tree, reading: Reading) -> Opened:
 
 
 def _pointer_notes(tree: Tree, catalog: Catalog) -> list[Note]:
-    """A note for each side file (tokenizer.json, tokenizer.model, config.json, ...) that is Git LFS's pointer to it. A
-    conversion would copy the pointer, and the tokenizer would not load."""
+    """A note for each side file (tokenizer.json, config.json, ...) that is only a Git LFS pointer. A conversion would
+    copy the pointer, and the tokenizer would not load."""
     notes: list[Note] = []
     if not catalog.sidefiles or tree.single is not None:
         return notes
@@ -261,7 +261,7 @@ def _refuse_code(tree: Tree, reading: Reading, fault: InputError) -> None:
 
 
 def _asks_for_code(path: str, unsafe: Sequence[str], unread: Sequence[Unread] = ()) -> UnsafeInput:
-    """The error (E0420) for pickles that name code. unread: the tensors that objects hold."""
+    """The error (E0420) for pickles that name code. unread: the tensors inside objects of custom classes."""
     shown = _once_a_class(unsafe)
     lines = {line for one in unread for line in one.lines}
     hint = "nothing was run; look with ckpt inspect --security, and get the file from someone you trust"
@@ -276,7 +276,7 @@ def _asks_for_code(path: str, unsafe: Sequence[str], unread: Sequence[Unread] = 
 
 
 def _once_a_class(lines: Iterable[str]) -> list[str]:
-    """The lines, of many that name one class the first."""
+    """The lines, with one line for each class, which counts the further places."""
     places: dict[str, list[str]] = {}
     for line in lines:
         places.setdefault(class_of(line).partition(" (")[0], []).append(line)
@@ -287,11 +287,11 @@ def _once_a_class(lines: Iterable[str]) -> list[str]:
 
 @contextmanager
 def unchanged_sources(*sources: Opened) -> Iterator[None]:
-    """What is said of these sources inside is said of one state of their files (`storage.source.unchanged`): those that
-    are read, the pointer files that led to them, and the markers of finished ranks. Raises SourceChanged E0604.
+    """Context in which the files of these sources must not change (`storage.source.unchanged`): the files that are
+    read, the pointer files that led to them, and the markers of finished ranks. Raises SourceChanged E0604.
 
-    What writes the values of a step goes on when the run's pointer file names a newer one (`unchanged` without
-    `pointers`); what judges the folder that was given does not."""
+    A verdict on the given folder would be wrong if its pointer file changed meanwhile. Writing the values of a step
+    does not depend on that, so it uses `unchanged` without `pointers`."""
     for opened in sources:
         opened.tree.watch(opened.markers)
     with unchanged(*(tree for opened in sources for tree in opened.trees)):
@@ -299,7 +299,7 @@ def unchanged_sources(*sources: Opened) -> Iterator[None]:
 
 
 def no_tensors(tree: Tree, name: str) -> InputError:
-    """The error (E1642) for a source that format `name` reads and finds no tensor in."""
+    """The error (E1642) for a source in which the reader of format `name` finds no tensor."""
     below = registry.components(tree)
     return InputError(
         f"read as {name}, it holds no tensor in any state",
@@ -312,14 +312,14 @@ def no_tensors(tree: Tree, name: str) -> InputError:
 
 
 def _odd_links(*trees: Tree) -> list[str]:
-    """`mp_rank_01 is a link that leaves the folder`, for the links that were met and not followed."""
+    """A line for each link that was not followed: `mp_rank_01 is a link that leaves the folder`."""
     shown = {tree.display(path): why for tree in trees for path, why in tree.odd_links.items()}
     lines = [f"{path} is a link that {why}" for path, why in shown.items()]
     return lines if len(lines) <= LINKS else [*lines[:LINKS], f"and {len(lines) - LINKS} more links"]
 
 
 def _check_names(catalog: Catalog) -> None:
-    """Raise CorruptFile E0323 for a name longer than any real one: its numbers alone can stall who reads them."""
+    """Raise CorruptFile E0323 for a name longer than any real one: parsing the numbers in it could take very long."""
     for key in catalog.tensors:
         if len(key.name) > NAME_LIMIT:
             raise CorruptFile(
@@ -332,7 +332,7 @@ def _check_names(catalog: Catalog) -> None:
 
 
 def resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
-    """The tree itself, or the one that its pointer file names, with the reason."""
+    """(tree of the checkpoint, reason): the tree itself with "", or the folder in it that is meant, with the reason."""
     if tree.single is not None:
         return tree, ""
     cached = snapshot(tree)
@@ -366,7 +366,7 @@ def resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
             )
         below = tree.below(name)
         beside = [claim for claim in registry.settle(registry.claims(tree)) if _lies_here(claim)]
-        if reading.from_format is None:  # the values of an empty adapter are in the job's own files below
+        if reading.from_format is None:  # an adapter without elements is no second checkpoint (see below)
             beside = [claim for claim in beside if not _is_empty_adapter(tree, claim)]
         if any(claim.name == reading.from_format for claim in beside):
             return tree, ""
@@ -387,7 +387,7 @@ def resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
     if len(steps) == 1:
         below = tree.below(steps[0])
         only = f"{steps[0]} is the only checkpoint in the folder"
-        if any(below.exists(pointer) for pointer in POINTERS):  # a Trainer's folder with DeepSpeed's inside
+        if any(below.exists(pointer) for pointer in POINTERS):  # a Trainer's step that contains DeepSpeed's folder
             inner, why = resolve(below, reading)
             return inner, f"{only}, {why}"
         return below, only
@@ -400,7 +400,7 @@ def resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
 
 
 def _blank_pointer(tree: Tree, pointer: str, folders: Sequence[str]) -> Incomplete:
-    """The error (E3062) for a pointer file that names nothing: a save was cut off while it was written."""
+    """The error (E3062) for a blank pointer file, which remains if a job was killed while writing it."""
     return Incomplete(
         "the pointer file is blank, and should name a folder",
         code="E3062",
@@ -412,8 +412,8 @@ def _blank_pointer(tree: Tree, pointer: str, folders: Sequence[str]) -> Incomple
 
 
 def _is_empty_adapter(tree: Tree, claim: registry.Claim) -> bool:
-    """Is it an adapter of which no tensor has an element, as a Trainer at ZeRO 3 leaves it next to the job's own
-    checkpoint? The values are in that."""
+    """Is it an adapter whose tensors have no elements? A Trainer with ZeRO 3 saves one next to the job's checkpoint,
+    which contains the values."""
     fmt = registry.by_name(claim.name)
     if not fmt.holds.adapter:
         return False
@@ -425,18 +425,18 @@ def _is_empty_adapter(tree: Tree, claim: registry.Claim) -> bool:
 
 
 def _several(tree: Tree, steps: Sequence[str]) -> UnknownFormat:
-    """The error for a folder of several steps, the oldest first, none of which a pointer file names."""
+    """The error for a folder of several steps without a pointer file. steps: the oldest first."""
     return several_steps(tree.display(), list(map(tree.display, steps)))
 
 
 def _in_steps(claim: registry.Claim, steps: Collection[str]) -> bool:
-    """Is all that the claim is on in the steps' folders (DCP's is on whatever is nearest below)?"""
+    """Are all files of the claim in the steps' folders? (DCP also claims folders below the root.)"""
     files = claim.evidence.files
     return bool(files) and all(path.split("/")[0] in steps and "/" in path for path in files)
 
 
 def _of_run(tree: Tree, reading: Reading) -> tuple[Tree, str] | None:
-    """What the folder of a run in which its steps are holds (`sources.steps`); None where the folder is no such run."""
+    """Resolve a run's folder whose steps are in a subfolder (`sources.steps`); None if the folder is no such run."""
     if reading.from_format or _claimed_beside(tree, runs_in(tree)):
         return None
     held = run_below(tree, tree.shown)
@@ -445,7 +445,8 @@ def _of_run(tree: Tree, reading: Reading) -> tuple[Tree, str] | None:
     ((name, run),) = held.items()
     below = tree.below(name)
     why = f"the run's steps are in {name}"
-    if not registry.claims(below) and not steps_in(below) and not run.pointers:  # numbers as names, files
+    # `steps_in` does not list steps whose names are bare numbers, nor steps that are files.
+    if not registry.claims(below) and not steps_in(below) and not run.pointers:
         if len(run.steps) > 1:
             raise _several(below, [step.name for step in run.steps])
         below = below.below(run.steps[0].name)
@@ -455,7 +456,7 @@ def _of_run(tree: Tree, reading: Reading) -> tuple[Tree, str] | None:
 
 
 def _claimed_beside(tree: Tree, folders: Collection[str]) -> bool:
-    """Does a format claim files in other places than these folders? (Without folders nothing need be asked.)"""
+    """Does a format claim files outside these folders? Without folders the answer is True and no format is loaded."""
     return not folders or any(not _in_steps(claim, folders) for claim in registry.claims(tree))
 
 
@@ -477,7 +478,7 @@ def _role(tree: Tree, reading: Reading) -> tuple[Tree, str]:
 
 
 def _lies_here(claim: registry.Claim) -> bool:
-    """Is it a claim on files of the folder itself, by more than what their container is?"""
+    """Is it a claim on files directly in the folder, with better evidence than their container?"""
     evidence = claim.evidence
     return evidence.specificity > Specificity.CONTAINER and any("/" not in file for file in evidence.files)
 

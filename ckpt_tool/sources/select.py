@@ -1,7 +1,7 @@
-"""Choosing tensors: by state, by key pattern with their twins, and what the report has of what went.
+"""Chooses tensors by state and by name pattern, and lists the removed ones for the report.
 
-Patterns are shell globs on tensor names; `re:` starts a regular expression, searched in the name. Removing a key takes
-its optimizer, master and EMA twins along unless `model_only`.
+Patterns are shell globs on tensor names; `re:` starts a regular expression, which is searched in the name. Removing a
+name also removes the optimizer, master and EMA states of that name, unless `model_only`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ def group_of(state: str) -> str:
 
 
 def state_filter(requested: Sequence[str], present: Iterable[str], *, option: str = "--state") -> Callable[[str], bool]:
-    """Does a state belong to what `--state` asks for? Groups and exact states (`exp_avg`) both count; () means all.
-    option: what was typed, for the error.
+    """A function: does a state belong to those that `--state` requests?
+
+    Args:
+        requested: groups or exact states (`exp_avg`); () means all.
+        present: the states of the checkpoint.
+        option: the option that was given, for the error.
 
     Raises UsageError E0253 for a name that is neither a group nor a state of this checkpoint.
     """
@@ -60,8 +64,8 @@ def split_keys(
 ) -> tuple[list[TensorKey], list[TensorKey]]:
     """(kept, removed) in the given order.
 
-    remove, keep: patterns; with `keep` everything that matches none of them goes. Raises UsageError E0255 for every
-    pattern that matches nothing (all at once, with near misses), E0256 when nothing would be left.
+    remove, keep: patterns; with `keep`, everything that matches none of them is removed. Raises UsageError E0255 for
+    patterns that match nothing (one error for all, with near misses), E0256 if no weights would be left.
     """
     keys = list(keys)
     if not remove and not keep:
@@ -75,7 +79,7 @@ def split_keys(
     gone = _gone(keys, hits, model_only=model_only)
     dropped = set(gone)
     kept = [key for key in keys if key not in dropped]
-    weights = (MODEL,) if model_only else (MODEL, MASTER)  # a job may keep most weights as masters alone
+    weights = (MODEL,) if model_only else (MODEL, MASTER)  # a job may store most weights only as masters
     if not kept or (not any(key.state in weights for key in kept) and any(key.state == MODEL for key in keys)):
         raise UsageError(
             "the patterns would remove every tensor of the model",
@@ -86,8 +90,10 @@ def split_keys(
 
 
 def _hint_states(pattern: str, keys: Iterable[TensorKey], option: str) -> str:
-    """What to write for a pattern that names states of the checkpoint (`optimizer`, `exp_avg*`) and no tensor. option:
-    the one that takes states and does what was meant."""
+    """The hint for a pattern that names states (`optimizer`, `exp_avg*`) instead of tensors; "" for other patterns.
+
+    option: the option for states that has the intended effect.
+    """
     states = dict.fromkeys(key.state for key in keys)
     word = pattern.removeprefix("re:").strip("*.^$\\/").lower()
     meant = [state for state in states if state == word or fnmatchcase(state, pattern)]
@@ -105,7 +111,7 @@ def _hint_states(pattern: str, keys: Iterable[TensorKey], option: str) -> str:
 def removed_keys(
     keys: Sequence[TensorKey], *, remove: Sequence[str], keep: Sequence[str], model_only: bool = False
 ) -> list[TensorKey]:
-    """Those of `keys` that the patterns remove."""
+    """The keys that the patterns remove."""
     return _gone(keys, _matched(keys, remove, keep)[0], model_only=model_only) if remove or keep else []
 
 
@@ -128,5 +134,5 @@ def _matched(
 
 
 def removed_rows(tensors: Iterable[LogicalTensor]) -> list[dict[str, object]]:
-    """The report of removed tensors: name, state, bytes."""
+    """The report's rows for removed tensors: name, state, bytes."""
     return [{"name": t.key.name, "state": t.key.state, "bytes": t.nbytes} for t in tensors]

@@ -45,13 +45,13 @@ CUT_SHORT = "E1671"
 
 
 def row(code: str, message: str, tensor: str | None, *, file: str | None = None, **more: Any) -> dict[str, Any]:
-    """A finding, its message in the singular where it is about one thing: pages, JSON, SARIF and JUnit show it as it
-    is here."""
+    """A finding, with its message in the singular if it is about one thing. All outputs (HTML, JSON, SARIF, JUnit) show
+    the message unchanged, so it is adjusted here."""
     return {"code": code, "message": agree(message), "file": file, "tensor": tensor, **more}
 
 
 def finding(fault: CkptError) -> dict[str, Any]:
-    """An error as a finding."""
+    """Convert an error to a finding."""
     return row(fault.code, fault.message, fault.key, file=fault.path, offset=fault.offset, place=fault.place)
 
 
@@ -90,19 +90,19 @@ def findings_at(path: str, reading: Reading, from_format: str | None = None) -> 
 
 
 def is_damage(fault: CkptError) -> bool:
-    """Does the error say that the checkpoint is broken? A form that is not read, a newer version, and a file that older
-    versions never wrote say nothing of what a save is worth."""
+    """Does the error mean that the checkpoint is broken? Unsupported forms, newer versions, and files that older
+    versions never wrote do not."""
     return isinstance(fault, DAMAGE) and not isinstance(fault, Unexplained)
 
 
 def is_damage_of_bytes(fault: CkptError) -> bool:
-    """Does the error say that bytes of a file are not those that were written?"""
+    """Does the error mean that a file's bytes differ from those that were written?"""
     is_ambiguous = isinstance(fault, UnsafeInput) and fault.code in ZIP_CONTRADICTIONS
     return fault.bytes_differ or is_ambiguous
 
 
 def damage_noted(catalog: Catalog) -> list[CkptError]:
-    """The damage because of which a reader left a file out and went on with a note, such as a Trainer's optimizer."""
+    """Damage for which a reader skipped a file and only added a note, such as that of a Trainer's optimizer."""
     faults = [note.fault for note in catalog.notes if note.fault is not None]
     return [fault for fault in faults if is_damage_of_bytes(fault)]
 

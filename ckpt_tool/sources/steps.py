@@ -1,4 +1,4 @@
-"""The steps of a training run: which entries of its folder they are, and their order.
+"""Finds the steps of a training run among the entries of its folder, and sorts them.
 
     iter_0000100            Megatron          global_step100, global_step_100   DeepSpeed, veRL
     checkpoint-100          Trainers          step-100, step_100                torchtitan, DCP
@@ -44,7 +44,7 @@ UNFINISHED = "-unfinished"  # suffix of NeMo's marker next to a step, which is r
 
 
 class RunStep(NamedTuple):
-    """An entry of a run's folder that is called as a step is."""
+    """An entry of a run's folder that has the name of a step."""
 
     name: str
     number: int | None  # None for what a pointer file alone makes a step
@@ -54,12 +54,12 @@ class RunStep(NamedTuple):
 
     @property
     def order(self) -> tuple[bool, int, int, bool]:
-        """For sorting, the oldest first; of a step and its twin the step comes last."""
+        """The sort key: the oldest step first; a step comes after its universal twin."""
         return self.number is None, self.number or 0, self.epoch, not self.twin
 
 
 class RunPointer(NamedTuple):
-    """A pointer file of a run, and the name in it."""
+    """A pointer file of a run, and the step's name in it."""
 
     file: str
     name: str
@@ -75,12 +75,12 @@ class Run(NamedTuple):
     blank_pointers: tuple[str, ...] = ()  # pointer files that hold no name: empty ones, and junk
 
     def of(self, step: RunStep | str) -> str:
-        """The path, or the URL, of a step."""
+        """The path or URL of a step."""
         return f"{self.path.rstrip('/')}/{step if isinstance(step, str) else step.name}"
 
 
 def step_of(name: str, *, numbers: bool = False) -> RunStep | None:
-    """The step that an entry of this name is. numbers: is a bare number a step's name?
+    """The step that an entry's name denotes, None if it is no step. numbers: does a bare number count as a step?
 
     >>> step_of("checkpoint-500").order, step_of("tmp-checkpoint-500"), step_of("epoch=3-step=90.ckpt").number
     ((False, 500, 0, True), None, 90)
@@ -96,7 +96,7 @@ def step_of(name: str, *, numbers: bool = False) -> RunStep | None:
 
 
 def steps_in(tree: Tree) -> list[str]:
-    """The folders directly in the tree that are called as steps of a training run are, the oldest first."""
+    """The folders directly in the tree that have names of training steps, the oldest first."""
     names = {path.split("/")[0] for path in tree.listing() if "/" in path}
     return [step.name for step in sorted(filter(None, map(step_of, names)), key=lambda step: (step.order, step.name))]
 
@@ -214,7 +214,7 @@ def entries_of(tree: Tree) -> dict[str, bool]:
 
 
 def pointer_text(tree: Tree, file: str) -> str:
-    """What a pointer file holds, "" for what is no name."""
+    """The name in a pointer file, "" if its content is no valid name."""
     from ckpt_tool.core.inner_path import unfit
 
     text = tree.read_whole(file, limit=4096).decode("utf-8", "replace").strip()
