@@ -194,7 +194,7 @@ class Sources:
         except StorageError:
             close_read(fd)
             raise
-        # Checked on the descriptor, so that nobody can replace the file between check and read.
+        # Checked on the descriptor, so that the file can't be replaced between check and read.
         if tuple(now) != tuple(file.identity):
             close_read(fd)
             raise self.make_changed_error(number)

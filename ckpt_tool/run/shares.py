@@ -76,7 +76,7 @@ class Shares(Sequence[UploadShare]):
         return self._found[number]
 
     def owner(self, file: int, part: int) -> int:
-        """The number of the share that a part belongs to; -1 (`NOBODY`) for a part that no move fills."""
+        """The number of the share that a part belongs to; -1 for a part that no move fills."""
         parts = self._owner[file]
         return parts[part] if part < len(parts) else NOBODY
 

@@ -52,6 +52,7 @@ class _Headers(Seekable):
 
     def read(self, size: int = -1) -> bytes:
         count = max(0, self._size - self._at) if size < 0 else min(size, max(0, self._size - self._at))
+        # `tarfile` reads as many bytes as a header states: a damaged one must not take all memory.
         if count > _HEADER_LIMIT:
             raise tarfile.ReadError(f"a header of {count} bytes")
         data = self._tree.read(self._path, self._at, count) if count else b""

@@ -103,6 +103,7 @@ def ends_as_zip(tree: Tree, path: str, *, size: int, tail: bytes, anchored: bool
             else also where a zip was merely appended.
     """
     at = tail.rfind(b"PK\x05\x06")
+    # The signature may occur in the comment too: the record whose comment ends with the file counts.
     while at >= 0:
         if at + 22 <= len(tail) and at + 22 + int.from_bytes(tail[at + 20 : at + 22], "little") == len(tail):
             return _directory_fits(tree, path, size - len(tail) + at, tail[at : at + 22], anchored=anchored)

@@ -125,6 +125,7 @@ class Tree:
         if stat.S_ISDIR(info.st_mode):
             self.root = given.resolve()
         elif stat.S_ISREG(info.st_mode):
+            # Not resolved: a single file may be a link, whose siblings are next to the link.
             self.root = Path(os.path.abspath(given)).parent
             self.single = given.name
         else:
@@ -217,6 +218,7 @@ class Tree:
                     self._walk(path + "/", inner, found, above | {inner})
             else:
                 found[path] = -1 if size is None else size
+            # Somebody passed a home folder, say: stop before listing millions of files.
             if len(found) + self._folders > FILE_LIMIT:
                 raise CorruptFile(
                     f"more than {FILE_LIMIT} files",
@@ -308,6 +310,7 @@ class Tree:
     def open(self, path: str) -> int:
         """A file descriptor for reading, which the caller closes. Refuses links that leave the tree, folders, devices,
         FIFOs, and files of other folders."""
+        # Names from a checkpoint's files may try to leave the folder.
         if path != self.single and leaves(path):
             safe_relative(path, named_in=self.shown)
         if self.hidden and self.display(path) in self.hidden:
@@ -325,6 +328,7 @@ class Tree:
 
     def _open(self, path: str) -> int:
         if self.single == path or self._links:
+            # O_NONBLOCK: opening a FIFO must not wait for a writer.
             fd = os.open(self.root / path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         else:
             try:
@@ -474,7 +478,7 @@ class Tree:
                 part = os.pread(fd, min(nbytes, 1 << 30), at)
             except OSError as e:
                 raise wrap_os_error(e, self.display(path), "reading", offset=at) from e
-            # An empty read has two causes, which the size tells apart: the file was cut, or the disk fails.
+            # The size shows which of two causes an empty read has: the file was cut, or the disk fails.
             now = size if part else stat_of(fd, self.display(path)).st_size
             if now < at + nbytes and not part:
                 raise SourceChanged(

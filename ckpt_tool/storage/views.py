@@ -91,6 +91,7 @@ def behind(path: str, at: int, nbytes: int) -> tuple[str, int, int]:
 
     The first bytes of a view need all of the compressed bytes; later ones need nothing more.
     """
+    # A view may be compressed inside another view.
     while (frame := compressed_of(path)) is not None:
         path = frame.path
         nbytes = frame.nbytes if at == 0 else 0

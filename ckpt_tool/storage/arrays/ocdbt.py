@@ -298,6 +298,7 @@ def _opened(tree: Tree, path: str, offset: int, nbytes: int, magic: int, most: i
     def fault(message: str) -> CorruptFile:
         return CorruptFile(message, code=DAMAGED, path=shown, offset=offset, hint=_AGAIN)
 
+    # 18 bytes: magic (4), length (8), version and compression (1 each), CRC (4).
     if not 18 <= nbytes <= most:
         raise fault(f"a manifest or node of {nbytes} bytes, want 18 to {most}")
     raw = tree.read(path, offset, nbytes)

@@ -230,6 +230,7 @@ class Array(NamedTuple):
 
     def _index(self, value: Value, count: int, shards: _ShardedChunks) -> list[tuple[int, int]]:
         """(offset, length) in bytes of each inner chunk of a shard."""
+        # Offset and length of each inner chunk, as u64.
         nbytes = 16 * count
         size = nbytes + 4 * shards.checked
         if size > value.nbytes:
@@ -252,12 +253,14 @@ class Array(NamedTuple):
         within = Box((0,) * len(shape), shape)
         if value is None:
             path = fill_view(self.header.path, layout.fill)
+            # Strides of zero: one stored element is every element of the chunk.
             return Chunk(box, StoredArray(path, 0, layout.dtype, full, (0,) * len(full)), within)
 
         nbytes = layout.dtype.nbytes(prod(full))
         self._within(value)
         path = value.path
         at = value.offset
+        # Impossible sizes are refused before anything is decompressed.
         if layout.codec and nbytes > LARGEST_RATIO * value.nbytes:
             raise self._fault(f"{value.nbytes} bytes can't be a compressed chunk of {nbytes} bytes", value)
 

@@ -75,6 +75,7 @@ def statuses(folder: int) -> list[PartStatus]:
         runs = [number for number, line in enumerate(lines) if isinstance(line.get("run"), dict)]
         run = lines[runs[-1]]["run"] if runs else {}
         units = {line["unit"]: int(line.get("bytes", 0)) for line in lines if type(line.get("unit")) is int}
+        # Units before the last `run` line were done by earlier processes.
         earlier = {line["unit"] for line in lines[: runs[-1]] if type(line.get("unit")) is int} if runs else set()
         running, last = held(folder, name)
         state = "running" if running else "dead"

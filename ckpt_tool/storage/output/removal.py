@@ -189,6 +189,7 @@ def _give_back(hidden: Path, path: Path) -> None:
 
 def _hidden_name(name: str, inode: int) -> str:
     """The name of a path while it is deleted, unique in its folder."""
+    # A hidden name is longer: it must still fit into one component of a path.
     short = os.fsencode(name)[: COMPONENT - extra_bytes(REMOVED)]
     return proven_name(os.fsdecode(short), inode, REMOVED)
 

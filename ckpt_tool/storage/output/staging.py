@@ -538,6 +538,7 @@ class Staging:
     def _rename(self, staged: Path, final: Path) -> Path:
         """Rename the staged output to its final name. Returns the path of the old output, if there was one."""
         try:
+            # Only the output that was there at the start is replaced, not one that appeared since.
             if self._force and self._replaces is not None and _inode(final) == self._replaces:
                 from ckpt_tool.storage.output.set_aside import hidden_path
 

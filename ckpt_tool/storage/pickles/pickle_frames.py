@@ -81,6 +81,7 @@ class _Framed(PickleWriter):
     def close_frame(self) -> None:
         """End the open frame here; the next byte opens another."""
         nbytes = len(self.out) + self.shift - self._start - self._start_shift
+        # CPython writes no FRAME opcode for so few bytes.
         if nbytes >= _LEAST:
             self.frames.append((self._start, nbytes))
         self._start = len(self.out)

@@ -123,6 +123,7 @@ class Machine:
         self.uses: list[GlobalUse] = []
         self.tiers: dict[str, int] = {}  # by full name, of the names used
         self.condemned: set[str] = set()  # full names whose use turned out to be unsafe
+        # Bounds the memory: a short pickle must not ask for large copies.
         self.copies = (1 << 20) + self.end - origin  # elements or bytes that builders may still copy
         self.items: dict[int, tuple[Opaque, Any]] = {}  # id of an Opaque -> (it, its list, dict or set items)
         self.good_getattr: bool | None = None  # None: never called; False: called on something else than an enum
@@ -385,6 +386,7 @@ class Machine:
         if symbol is None:
             if len(self.symbols) >= NAME_LIMIT:
                 raise Misuse(f"more than {NAME_LIMIT} names", "E0369")
+            # Python 2 names of modules are mapped to those of Python 3.
             known = canonical(module, name, self.protocol)
             symbol = self.symbols[module, name] = Symbol(full_name(*known))
             if known == ("torch", "Size"):

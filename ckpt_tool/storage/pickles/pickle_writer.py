@@ -194,6 +194,7 @@ class PickleWriter:
         elif -(1 << 31) <= value < 1 << 31:
             self.out += b"J" + struct.pack("<i", value)
         else:
+            # One more bit than the number has, for its sign.
             raw = value.to_bytes((value.bit_length() >> 3) + 1, "little", signed=True)
             if len(raw) > 255:
                 raise _refused(f"an integer of {len(raw)} bytes")

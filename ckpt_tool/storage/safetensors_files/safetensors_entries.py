@@ -217,6 +217,7 @@ def _sound_names(names: Sequence[bytes]) -> bool:
 
 def _tiles(begins: array[int], ends: array[int]) -> bool:
     """Do the ranges, in some order, cover the bytes from 0 on without gap or overlap?"""
+    # In header order, as writers write it: no sort is needed.
     if begins[0] == 0 and begins[1:] == ends[:-1]:
         return True
     at = 0

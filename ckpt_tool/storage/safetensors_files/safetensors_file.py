@@ -153,6 +153,7 @@ def read_header(tree: Tree, path: str, *, lenient: bool = False) -> SafetensorsH
     try:
         return _from_text(tree.read(path, 8, length), size, path=path, shown=shown, lenient=lenient)
     except CorruptFile as fault:
+        # A zip behind the tensors makes the file too long: say so, since it may be an attack.
         if fault.code == CUT:
             _refuse_zip(tree, path, size, min(size, TAIL_LIMIT), anchored=False)
         raise

@@ -236,6 +236,7 @@ class Container(PutsWhole):
         found = {}
         for name, nbytes in self._sizes(key, "uncommitted").items():
             plain = base64.b64decode(name)
+            # A block's name is the part's number and the 16 bytes of its MD5; others are not ours.
             if len(plain) == _DIGITS + 16 and plain[:_DIGITS].isdigit():
                 found[int(plain[:_DIGITS])] = Sent(plain[_DIGITS:].hex(), nbytes)
         return found

@@ -109,6 +109,7 @@ class FsspecStore:
 
     def look(self, key: str) -> StoreEntry:
         """See `Store.look`."""
+        # fsspec caches listings: without this an object that has changed would look the same.
         self._fs.invalidate_cache()
         return _entry(self._info(key))
 

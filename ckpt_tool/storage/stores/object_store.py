@@ -108,6 +108,7 @@ class ObjectStore:
 
     def single(self) -> StoreEntry | None:
         """The one object that the URL names, None for a folder of objects."""
+        # Named like a file: one request for the object is cheaper than a listing.
         if self._base and _FILE.search(self._base):
             try:
                 return self.look("")

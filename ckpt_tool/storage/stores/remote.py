@@ -194,6 +194,7 @@ class RemoteTree(Tree):
         return entry
 
     def _look(self, path: str) -> StoreEntry:
+        # The listing is complete, so no request is needed for a file that it does not have.
         if self._listing is not None and self.single is None and path not in self._entries:
             raise missing_file(path, self.display(path))
         try:

@@ -186,6 +186,7 @@ class StoreClaims:
             self._next = self._aside(self._take)
 
     def _take(self) -> Taken | None:
+        # First by the last listing, which costs nothing; then by a new one.
         for fresh in (False, True):
             if fresh:
                 self.look()
@@ -269,6 +270,7 @@ class StoreClaims:
     def look(self) -> None:
         """List the records again."""
         seen = _read(self._store.listing())
+        # Shares that this worker has just recorded may be missing in the listing.
         if seen.here:
             seen.done.update(self._view.done & self._own)
         self._view = seen

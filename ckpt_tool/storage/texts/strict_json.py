@@ -325,6 +325,7 @@ class _Exact:
             if number - number != 0:
                 self.fail(f"the number {token[:40].decode()} overflows a double", NOT_A_NUMBER, at)
             return number
+        # Python's conversion takes time quadratic in the digits.
         if digits > DIGIT_LIMIT:
             self.fail(f"a number of {digits} digits, want at most {DIGIT_LIMIT}", LIMIT, at)
         return int(token)
