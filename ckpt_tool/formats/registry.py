@@ -95,6 +95,7 @@ def detect(tree: Tree) -> tuple[Format, Evidence]:
             hint="pass the folder that holds it; --from torch opens the file alone",
         )
 
+    # Lookalikes make claims too, so that a folder that could be read only in part is refused by name.
     unread = {kind.name: kind for kind in LOOKALIKES} if tree.single is None else {}
     unread_evidence = ((name, kind.find(tree)) for name, kind in unread.items())
     known = [Claim(name, evidence) for name, evidence in unread_evidence if evidence]

@@ -217,6 +217,7 @@ def _experts(catalog: Catalog) -> Iterator[CkptError]:
 
     for (prefix, state), experts in layers.items():
         suffix = "" if state == MODEL else f" [{state}]"
+        # Bounded, because a name in a damaged file may contain any number.
         gone = [i for i in range(min(counts[prefix], 1 << 16)) if i not in experts]
         if gone:
             yield Incomplete(

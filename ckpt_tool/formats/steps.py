@@ -152,6 +152,7 @@ def _optimizer_counts(tree: Tree, catalog: Catalog) -> set[float]:
     readable = [array for array in arrays if array.numel == 1 and array.dtype.name in _CODES]
     if not readable:
         return set()
+    # Evenly spread over all parameters, including the first and the last.
     spread = {i * (len(readable) - 1) // (SAMPLE - 1) for i in range(SAMPLE)}
     return {_value(tree, readable[i]) for i in sorted(spread)}
 
@@ -167,6 +168,7 @@ def _counts(tree: Tree, files: Mapping[str, list[StoredArray]]) -> dict[str, flo
     for path, arrays in files.items():
         if len(arrays) < LEAST:
             continue
+        # Evenly spread over the file's counters, including the first and the last.
         spread = {i * (len(arrays) - 1) // (SAMPLE - 1) for i in range(SAMPLE)}
         values = [_value(tree, arrays[i]) for i in sorted(spread)]
         if not all(_near(value, values[0]) for value in values):

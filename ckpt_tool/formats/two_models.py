@@ -106,6 +106,7 @@ def two_in_one_state(
         if len(pairs) < len(tensors):  # it has names that the model lacks, so it is not a second version of it
             continue
         other_shapes = [name for name, ours, theirs in pairs if ours.shape != theirs.shape]
+        # At most SAMPLE pairs, evenly spread over all of them.
         stride = ceil_div(len(pairs), SAMPLE)
         differing = other_shapes
         if not differing:

@@ -223,6 +223,7 @@ def with_computed(
     made = {tensor.key: Stored(number, tensor) for tensor in tree.tensors}
     stored = [made.pop(row.tensor.key, row) for row in chosen.stored]
     opened = Opened(tree, chosen.sources[0].format, Catalog(chosen.sources[0].catalog.format, {}))
+    # `--dtype` for all states, the state or its group takes precedence over the recipes' dtypes.
     given = writing.dtypes.keys()
     casts = {key: dtype for key, dtype in dtypes.items() if not given & {"", key.state, group_of(key.state)}}
     return replace(

@@ -44,7 +44,7 @@ class Judged(NamedTuple):
     """A step, and what was found."""
 
     step: RunStep
-    sound: bool | None  # is it valid? None if it is no checkpoint, or could not be checked (`sound.is_damage`)
+    sound: bool | None  # is it valid? None if it is no checkpoint, or could not be checked (see `is_damage`)
     why: str = ""
     codes: tuple[str, ...] = ()  # of the findings
     checkpoint: bool = True

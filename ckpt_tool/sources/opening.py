@@ -170,6 +170,7 @@ def _opened(given: Tree, reading: Reading) -> Opened:
         fmt = registry.by_name(reading.from_format) if reading.from_format else registry.detect(tree)[0]
         catalog = _read(fmt, tree, reading)
     except InputError as fault:
+        # Code in a pickle matters more than the fault that was met first: this raises if there is any.
         _refuse_code(tree, reading, fault)
         raise
     if not hasattr(catalog.tensors, "rows"):  # (tables of safetensors have asked)
@@ -335,10 +336,12 @@ def resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
     """(tree of the checkpoint, reason): the tree itself with "", or the folder in it that is meant, with the reason."""
     if tree.single is not None:
         return tree, ""
+    # A folder of the Hugging Face cache, of which one snapshot is opened (see the module's docstring).
     cached = snapshot(tree)
     if cached is not None:
         inner, why = resolve(tree.below(cached[0]), reading)
         return inner, ", ".join(filter(None, (cached[1], why)))
+    # Pointer files of the format given by --from come before those that several formats share.
     own = registry.by_name(reading.from_format).holds.pointers if reading.from_format else ()
     for pointer in (*own, *POINTERS):
         if not tree.exists(pointer):

@@ -209,6 +209,7 @@ class NestedExtras:
 def _finish(value: Any) -> Any:
     if type(value) is _List:
         positions = [step for step in value if type(step) is int]
+        # Bounded: a damaged path with a huge position would create a list of that length; such a list stays a dict.
         if len(positions) == len(value) and max(positions) < 2 * len(positions) + 1000:
             return [_finish(value.get(i)) for i in range(max(positions) + 1)]
     if isinstance(value, dict):

@@ -121,6 +121,7 @@ def _part(value: Any, path: Path, out: Parted) -> Any:
             out.ordered.append((path, as_extras(attributes)))
         kept = {}
         for key, item in value.items():
+            # bool is a subclass of int in Python, but a bool key must not become the number 0 or 1.
             step = key if isinstance(key, int) and not isinstance(key, bool) else str(key)
             if isinstance(item, NumpyArray) and is_tensor_place((*path, step), value.items()):
                 left = _part_array(item, (*path, step), out)
