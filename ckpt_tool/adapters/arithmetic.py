@@ -122,6 +122,7 @@ class Folded(Recipe):
         return values
 
     def compute_rounded(self, read: Read, lend: Lend, start: int, stop: int, out: tuple[Array, str]) -> bool:
+        """As `Recipe.compute_rounded`, for base and terms in one pass; False if NumPy has to do it."""
         library = ready(4 * (stop - start)) if out[1] in KINDS and self._is_compiled else None
         if library is None or not library.pair:  # products want a fused multiply-add, which not every processor has
             return False
@@ -302,6 +303,7 @@ class MatrixRows(Recipe):
     rows: tuple[tuple[int, int], ...]  # ascending, with their k
 
     def values(self, read: Read, start: int, stop: int) -> Floats:
+        """As `Recipe.values`: the base's values with some rows replaced."""
         values = _floats(read(0, start, stop))
         width = prod(self.shape[1:])
         for row, k in self.rows:

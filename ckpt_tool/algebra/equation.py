@@ -56,7 +56,7 @@ Shape = tuple[int, ...]
 
 
 class IndexChoice(NamedTuple):
-    """One choice of the indices in a name: their values, and their positions among the values that they take."""
+    """One choice of the indices in a name: their values, and the positions of these among all values of each index."""
 
     values: tuple[int, ...]
     positions: tuple[int, ...]
@@ -64,7 +64,7 @@ class IndexChoice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Equation:
-    """A type-checked rule. Pieces go from left to right; `swap` turns it round. See the module for the language."""
+    """A type-checked rule, see the module. Pieces go from left to right; `swap` exchanges the sides."""
 
     left: tuple[Term, ...]
     right: tuple[Term, ...]
@@ -72,12 +72,12 @@ class Equation:
     text: str
 
     def swap(self) -> Equation:
-        """The way back."""
+        """The rule in the other direction."""
         return Equation(self.right, self.left, self.condition, self.text)
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Every axis that wants a size, in order of first sight (literals are their own size)."""
+        """Every axis that needs a size, in the order of first occurrence (literals are their own size)."""
         both = (axis for term in (*self.left, *self.right) for axis in (*term.axes, *term.pattern.axes))
         return tuple(axis for axis in dict.fromkeys(both) if not axis.isdigit())
 
@@ -87,7 +87,7 @@ class Equation:
         return frozenset(axis for term in (*self.left, *self.right) for axis in term.axes)
 
     def holds(self, sizes: Sizes, config: Config | None = None) -> bool:
-        """Does the rule apply at all? False where its condition fails and asks for no index; then no size is asked."""
+        """Does the rule apply at all? False if its condition fails for all indices; sizes are not needed then."""
         if self.condition is None or self.condition.names & self.indices:
             return True
         return bool(self.condition.value(ChainMap(_counts(sizes), config or {})))  # type: ignore[arg-type]
@@ -116,10 +116,10 @@ class Equation:
         return out
 
     def pieces(self, sizes: Sizes, config: Config | None = None) -> list[Piece]:
-        """Every element of the left side to its place on the right, part by part. Empty parts give none.
+        """The pieces that map every element of the left side to its place on the right. Empty parts give none.
 
-        One piece for each part and each choice of the indices in the two names; the axes are the part's others, in
-        the left side's order, without those of extent 1. Errors as `shapes`.
+        There is one piece for each part and each choice of the indices in the two names. Its axes are the other axes of
+        the part, in the left side's order, without those of extent 1. Errors as `shapes`.
         """
         if not self.holds(sizes, config):
             return []
@@ -157,7 +157,7 @@ class Equation:
         return apply(self.pieces(sizes, config), arrays, self.shapes(sizes, config)[1])
 
     def _names(self, sizes: Sizes, config: Config | None) -> Config:
-        """What conditions and indices may ask for: extents, then the config. Checks every axis first."""
+        """The values that conditions and indices may use: extents, then the config. Raises if an axis has no size."""
         faults = []
         seen = {}
         for axis in self.axes:
@@ -180,8 +180,8 @@ class Equation:
         return rows if self.condition is None else [row for row in rows if holds(row.values)]
 
     def choice(self, indices: Sequence[str], names: Mapping[str, Any]) -> Callable[[Sequence[int]], bool]:
-        """Whether the rule holds under given values of `indices`, `names` answering for all else: each case of what its
-        condition asks for is worked out once."""
+        """A function of values of `indices`: does the rule hold for them? `names` has the values of everything else in
+        the condition, which is evaluated once for each distinct case."""
         condition = self.condition
         known = dict[tuple[int, ...], bool]()
         if condition is None:
@@ -209,7 +209,7 @@ class Alias:
     text: str
 
     def pairs(self, sizes: Sizes, config: Config | None = None) -> dict[str, str]:
-        """{alias: the tensor that it is}. Errors as `Equation.shapes`."""
+        """{alias: name of the tensor}. Errors as `Equation.shapes`."""
         as_rule = Equation((Term(self.name, pattern("")),), (Term(self.of, pattern("")),), self.condition, self.text)
         if not as_rule.holds(sizes, config):
             return {}
@@ -250,6 +250,7 @@ def rules(text: str) -> tuple[Equation | Alias, ...]:
 
 
 def _statements(text: str) -> list[str]:
+    """The rules of a table, each on one line, without comments."""
     out: list[str] = []
     for line in text.splitlines():
         line = line.split("#")[0].strip()
@@ -290,6 +291,7 @@ def _rule(text: str) -> Equation | Alias:
 
 
 def _type_faults(left: Sequence[Term], right: Sequence[Term], condition: Expression | None) -> Iterator[UsageError]:
+    """Every reason why the two sides do not have the same elements."""
     a, b = ([(term, kind) for term in side for kind in term.pattern.kinds] for side in (left, right))
     if len(a) != len(b):
         yield UsageError(
@@ -309,6 +311,7 @@ def _type_faults(left: Sequence[Term], right: Sequence[Term], condition: Express
         for term, kind in ((here, mine), (there, theirs)):
             for axis in set(term.axes) & set(kind):
                 yield UsageError(f"axis {axis!r} is in the name and in the pattern of `{term}`", code="E0227")
+        # Padding has no name, so it takes the indices of the name on the other side.
         lent = {*here.axes, *there.axes} if here.name is None or there.name is None else set()
         ours = {*here.axes, *mine, *lent}
         its = {*there.axes, *theirs, *lent}
@@ -333,14 +336,17 @@ def _type_faults(left: Sequence[Term], right: Sequence[Term], condition: Express
 
 
 def _told(parts: Sequence[tuple[Term, tuple[str, ...]]]) -> str:
+    """Parts in words, by their axes."""
     return ", ".join(" ".join(kind) or "1" for _, kind in parts[:8]) + (", ..." if len(parts) > 8 else "")
 
 
 def _place(text: str) -> str:
+    """The rule in words, as the place of an error."""
     return f"in the rule `{' '.join(text.split())[:300]}`"
 
 
 def _joined_fault(faults: Sequence[UsageError], text: str) -> UsageError:
+    """One error for several faults of a rule."""
     first = faults[0]
     place = f"{first.place} {_place(text)}" if first.place else _place(text)
     more = [*first.faults, *(e.message for e in faults[1:])]
@@ -363,14 +369,17 @@ def _copies(side: Sequence[Term], other: Sequence[Term]) -> set[int]:
 
 
 def _counts(sizes: Sizes) -> dict[str, int]:
+    """The sizes that are counts, not lists of indices."""
     return {axis: size_of(axis, sizes) for axis, size in sizes.items() if not isinstance(size, Sequence)}
 
 
 def _parts(side: Sequence[Term], sizes: Sizes) -> list[tuple[Term, Part]]:
+    """The parts of a side in order; those of the two sides correspond by number."""
     return [(term, part) for term in side for part in term.pattern.parts(sizes)]
 
 
 def _named(term: Term, indices: Sequence[str], rows: Sequence[IndexChoice], names: Config) -> list[str]:
+    """The term's tensor name for each choice of the indices."""
     if term.name is None:
         return [PAD] * len(rows)
     mine = [indices.index(axis) for axis in term.axes]
@@ -382,6 +391,7 @@ def _named(term: Term, indices: Sequence[str], rows: Sequence[IndexChoice], name
 
 
 def _offsets(part: Part, indices: Sequence[str], rows: Sequence[IndexChoice]) -> list[int]:
+    """The offset of a part for each choice of the indices, some of which may be axes of the tensor on this side."""
     steps = [part.strides.get(axis, 0) for axis in indices]
     if not any(steps):
         return [part.offset] * len(rows)

@@ -35,7 +35,7 @@ UNKNOWN = "unknown"  # of a tensor whose name is lost: only `inspect` of a broke
 class TensorKey(NamedTuple):
     """Name and state. States follow their parameter: (`w`, `model`), (`w`, `exp_avg`) are one logical parameter.
 
-    A tuple, for its hash is taken a dozen times a tensor: 0.06 us, a dataclass takes 0.4.
+    A tuple, because its hash is computed a dozen times for each tensor: in 0.06 us, where a dataclass takes 0.4.
     """
 
     name: str
@@ -63,14 +63,14 @@ class StoredArray(NamedTuple):
 
     @property
     def file(self) -> str:
-        """The real file, where `path` is a view of one (`storage.views`)."""
+        """The real file, if `path` is a view of one (`storage.views`); else `path`."""
         return base_of(self.path)
 
     def view(
         self, start: int, shape: tuple[int, ...], strides: tuple[int, ...] | None = None, *, dtype: DType | None = None
     ) -> StoredArray:
-        """Another array in the same bytes, `start` elements behind this one's first, whatever its own strides. The
-        record's checksum stays with it: formats never make an array from the parts of another, for then it would be
+        """Another array in the same bytes, which begins `start` elements after this one, regardless of its strides. It
+        keeps the checksum of the record. Formats always make parts of an array in this way, so that the checksum is not
         lost.
 
         >>> from ckpt_tool.core.dtype import DTYPES
@@ -149,11 +149,11 @@ class ChunkColumns(OnDemand[Chunk]):
 
     @abstractmethod
     def starts(self) -> list[int]:
-        """How many different starts the boxes have along each dim."""
+        """The number of different offsets that the boxes have along each dim."""
 
     @abstractmethod
     def lacks_crc(self) -> bool:
-        """Is there one without a CRC?"""
+        """Is any chunk without a CRC?"""
 
     @abstractmethod
     def plainly_tile(self, shape: tuple[int, ...]) -> bool:
@@ -178,22 +178,24 @@ class ChunkColumns(OnDemand[Chunk]):
 
 
 def starts_of(chunks: Sequence[Chunk], dims: int) -> list[int]:
-    """How many different starts the boxes have along each of `dims` dims."""
+    """The number of different offsets that the boxes have along each of `dims` dims."""
     if isinstance(chunks, ChunkColumns):
         return chunks.starts()
     return [len({chunk.box.offset[d] for chunk in chunks}) for d in range(dims)]
 
 
 def lacks_crc(chunks: Sequence[Chunk]) -> bool:
-    """Is there one without a CRC?"""
+    """Is any of the chunks without a CRC?"""
     if isinstance(chunks, ChunkColumns):
         return chunks.lacks_crc()
     return any(chunk.array.crc is None for chunk in chunks)
 
 
 def plainly_tile(chunks: Sequence[Chunk], shape: tuple[int, ...]) -> bool:
-    """Do the chunks follow one another along dim 0, each as wide as the tensor of `shape`, up to its end? Such tile it,
-    and are what most tensors of many ranks consist of. False says nothing."""
+    """Do the chunks follow one another along dim 0, each as wide as the tensor of `shape`, up to its end?
+
+    If so, they tile the tensor; most tensors of many ranks pass this quick test. False does not mean that they don't.
+    """
     if not shape:
         return False
     if isinstance(chunks, ChunkColumns):
@@ -210,13 +212,16 @@ def plainly_tile(chunks: Sequence[Chunk], shape: tuple[int, ...]) -> bool:
 
 
 class LogicalTensor(NamedTuple):
-    """Above this line TP, PP, EP and DP do not exist."""
+    """A tensor of the model or the optimizer, regardless of how TP, PP, EP and DP distribute it over ranks.
+
+    Code above the readers sees only these, so it does not need to know about parallelism.
+    """
 
     key: TensorKey
-    shape: tuple[int, ...]  # the whole tensor's
+    shape: tuple[int, ...]  # of the complete tensor
     dtype: DType
-    chunks: Sequence[Chunk]  # tile it (replicas aside)
-    path: Path = ()  # where the source's nested dict held it, () where the source has no nesting
+    chunks: Sequence[Chunk]  # those with replica 0 tile the tensor
+    path: Path = ()  # its place in the source's nested dict, () if the source has no nesting
 
     @property
     def numel(self) -> int:
@@ -230,7 +235,7 @@ class LogicalTensor(NamedTuple):
 
 
 def first_rows(tensor: LogicalTensor, rows: int) -> LogicalTensor:
-    """The first `rows` along dim 0 of a tensor: what is left of a padded vocabulary.
+    """The tensor of the first `rows` rows along dim 0: a vocabulary without its padding, say.
 
     >>> from ckpt_tool.core.dtype import DTYPES
     >>> whole = simple_tensor(TensorKey("w"), StoredArray("f", 0, DTYPES["F32"], (8, 2)))
@@ -250,11 +255,11 @@ def first_rows(tensor: LogicalTensor, rows: int) -> LogicalTensor:
 
 
 def first_replica(tensor: LogicalTensor) -> LogicalTensor:
-    """The tensor without the other copies of its boxes, which are then not compared."""
+    """The tensor with one copy of each box. The others are then neither read nor compared."""
     return tensor._replace(chunks=tuple(chunk for chunk in tensor.chunks if chunk.replica == 0))
 
 
 def simple_tensor(key: TensorKey, array: StoredArray, path: Path = ()) -> LogicalTensor:
-    """A logical tensor that is one stored array, whole."""
+    """A logical tensor that is stored as a single array."""
     box = Box((0,) * len(array.shape), array.shape)
     return LogicalTensor(key, array.shape, array.dtype, (Chunk(box, array, box),), path)

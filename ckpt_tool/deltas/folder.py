@@ -54,12 +54,12 @@ class ArchivedRange(NamedTuple):
 
 
 class Archive(NamedTuple):
-    """A step's files, kept byte for byte."""
+    """How the files of a step are put together from entries, byte for byte. An entry is its pieces end to end."""
 
-    format: str  # what the step is. An entry is its pieces end to end.
+    format: str  # the checkpoint format of the step
     # path -> (size, its pieces in order, without gaps)
     files: Mapping[str, tuple[int, tuple[ArchivedRange, ...]]]
-    whole: frozenset[str]  # entries that are kept whole: changes to as many zeros
+    whole: frozenset[str]  # entries without a counterpart in the base: their frames are changes to zeros
 
     def to_json(self) -> dict[str, Any]:
         """The archive as it is written into a delta's index."""
@@ -71,7 +71,7 @@ class Archive(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """One delta, from its headers."""
+    """A delta, as its index and headers describe it."""
 
     tree: Tree
     version: int
@@ -79,7 +79,7 @@ class Delta:
     encoding: str
     checksum: str
     frames: Mapping[str, LogicalTensor]  # name -> the compressed bytes as a tensor U8 [n]
-    digests: Mapping[str, str]  # of the whole new tensors, those that are the base's included
+    digests: Mapping[str, str]  # of the complete new tensors, unchanged ones included
     archive: Archive | None = None
 
     @property
@@ -88,7 +88,7 @@ class Delta:
         return f"version {self.version} on version {self.base_version}"
 
     def about(self) -> dict[str, Any]:
-        """For a document."""
+        """The delta's entry in a document."""
         return {
             "version": self.version,
             "base_version": self.base_version,
@@ -105,7 +105,7 @@ class Delta:
 
 
 def is_delta(tree: Tree) -> bool:
-    """Does the index say so? False for what is no index at all."""
+    """Does the folder have an index that declares a delta? False if the index can't be read."""
     if tree.single is not None or not tree.exists(INDEX):
         return False
     try:
@@ -146,7 +146,7 @@ def read_delta(tree: Tree) -> Delta:
 
 
 def delta_files(tree: Tree) -> list[str] | None:
-    """The files of the delta in a folder, None where it is none. Raises as `read_delta`."""
+    """The files of the delta in a folder, None if the folder has no delta. Raises as `read_delta`."""
     if not is_delta(tree):
         return None
     frames = read_delta(tree).frames.values()
@@ -156,6 +156,7 @@ def delta_files(tree: Tree) -> list[str] | None:
 def _frames(
     tree: Tree, weight_map: Mapping[str, str], checksum: str
 ) -> tuple[dict[str, LogicalTensor], dict[str, str]]:
+    """The frames and the digests of changed tensors, from the headers of the files that the index names."""
     files = dict.fromkeys(weight_map.values())
     stray = [name for name in tree.listing() if name.endswith(SUFFIX) and "/" not in name and name not in files]
     if stray:
@@ -216,12 +217,14 @@ def _archive(tree: Tree, value: Any, digests: Mapping[str, str]) -> Archive:
 
 
 def _one_of(tree: Tree, metadata: Mapping[str, Any], key: str, known: Sequence[str]) -> str:
+    """The value of a key that has to be one of `known`. Raises CorruptFile E2608."""
     if metadata.get(key) not in known:
         raise _fault(tree, f"{key} is {str(metadata.get(key))[:100]!r}, want {' or '.join(known)}", "metadata", key)
     return str(metadata[key])
 
 
 def _version(tree: Tree, metadata: Mapping[str, Any], key: str) -> int:
+    """The number of a version, which the index has as text. Raises CorruptFile E2608."""
     text = metadata.get(key)
     if not isinstance(text, str) or not numeral(text):
         raise _fault(tree, f"{key} is {str(text)[:100]!r}, want a number of six digits, as text", "metadata", key)
@@ -229,12 +232,14 @@ def _version(tree: Tree, metadata: Mapping[str, Any], key: str) -> int:
 
 
 def _digest(tree: Tree, text: Any, checksum: str, *place: str) -> str:
+    """The text, if it is a digest of this kind. Raises CorruptFile E2608."""
     if not isinstance(text, str) or len(text) != CHECKSUMS[checksum] or not set(text) <= _DIGITS:
         raise _fault(tree, f"{place[-1][:200]} has no {checksum} digest: {str(text)[:80]!r}", *place)
     return text
 
 
 def _fault(tree: Tree, message: str, *place: str) -> CorruptFile:
+    """The error E2608. place: the keys that lead to the fault in the index."""
     return CorruptFile(
         f"the delta can't be read: {message}",
         code=INDEX_FAULT,
@@ -270,7 +275,7 @@ def check_chain(deltas: Sequence[Delta]) -> None:
 
 
 def file_names(count: int) -> list[str]:
-    """Of `count` files, numbered from 0 as slime does."""
+    """The names of `count` files, numbered from 0 as slime does."""
     return [f"{STEM}-{number:05d}-of-{count:05d}{SUFFIX}" for number in range(count)]
 
 
@@ -281,8 +286,8 @@ def index_of(
     archive: Archive | None = None,
     base_folder: str = "",
 ) -> bytes:
-    """The index. about: (version, base version, encoding, checksum). base_folder: the path from the delta's folder to
-    its base's, "" where that can't be said."""
+    """The text of the index. about: (version, base version, encoding, checksum). base_folder: the path from the delta's
+    folder to its base's, "" if there is none."""
     version, base, encoding, checksum = about
     metadata = {
         "version": f"{version:06d}",
