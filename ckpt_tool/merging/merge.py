@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 NUMBERS = "E1449"
 _NO_OPTIMIZER = "a merge has no optimizer"
+_EXPERTS = ".experts."
 # Tensors with a row for each token of the vocabulary.
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight", "wte.weight", "word_embeddings.weight", "output_layer.weight")
 # The dtypes that can be merged. Arithmetic is fp32, so fp64 would lose bits; integers and fp8 codes are no weights.
@@ -206,6 +207,11 @@ def _how_to_make_alike(held: Mapping[str, Mapping[str, Stored]], fault: str) -> 
 
     if fault.startswith("lm_head.weight: not in"):
         return "one of the models ties its head: --tied-head untie writes the heads of all, --tied-head tie none"
+
+    if _EXPERTS in name and _has_both_layouts(name.partition(_EXPERTS)[0] + _EXPERTS, held):
+        return (
+            "experts are fused in one model, split in another: ckpt convert SRC DST --experts split, for each fused one"
+        )
 
     longest = {path: _shared_prefix(tensors) for path, tensors in held.items()}
     for path, prefix in longest.items():
@@ -449,3 +455,12 @@ def _share(weights: Sequence[float]) -> float:
 def _drop_missing(values: Sequence[float | bool | None]) -> list[float]:
     """The values without None, which the base has for parameters of task vectors."""
     return [float(value) for value in values if value is not None]
+
+
+def _has_both_layouts(prefix: str, held: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Are the experts below a prefix numbered in one model, and fused in another?"""
+    layouts = set()
+    for tensors in held.values():
+        rest = [name.removeprefix(prefix) for name in tensors if name.startswith(prefix)]
+        layouts |= {part[0].isdigit() for part in rest if part}
+    return len(layouts) == 2
