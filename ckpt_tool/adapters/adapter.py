@@ -107,7 +107,7 @@ def open_adapter(src: str, reading: Reading, weight: float, config: Mapping[str,
 
 def _refuse_empty(opened: Opened) -> None:
     """Raise Incomplete E2935 for an adapter of tensors without elements. Other faults are found against the base."""
-    for fault in find_adapter_faults(opened.catalog):
+    for fault in find_adapter_faults(opened.catalog, opened.tree.display()):
         if fault.code == EMPTY:
             fault.path = opened.path
             raise fault

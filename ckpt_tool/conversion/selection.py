@@ -77,7 +77,7 @@ def _faults_of_adapter(opened: Opened, job: Conversion) -> Iterator[CkptError]:
 
     if opened.format.holds.adapter:
         refuse_unknown_weights(opened.tree, opened.catalog.files)
-    for fault in find_adapter_faults(opened.catalog):
+    for fault in find_adapter_faults(opened.catalog, opened.tree.display()):
         if fault.code == EMPTY or job.fmt.holds.adapter:
             yield fault
 

@@ -364,8 +364,7 @@ def resolve(tree: Tree, reading: Reading) -> tuple[Tree, str]:
                 f"the pointer file names {name}, which is not there or empty",
                 code="E2601",
                 path=tree.display(pointer),
-                hint="the save did not finish, or the folder was moved; pass one of those that are "
-                f"there{_steps(tree)}",
+                hint=f"the save did not finish, or the folder was moved{_steps(tree)}",
             )
         below = tree.below(name)
         beside = [claim for claim in registry.settle(registry.claims(tree)) if _lies_here(claim)]
@@ -499,8 +498,11 @@ def _here_and_there(tree: Tree, below: Tree, here: list[registry.Claim], there: 
 
 
 def _steps(tree: Tree) -> str:
-    found = steps_in(tree)
-    return f": {', '.join(found[-3:])}" if found else ""
+    """What a hint says of the steps that are there."""
+    present = steps_in(tree)
+    if not present:
+        return ": get it from where the checkpoint comes from"
+    return f"; pass one of those that are there: {', '.join(present[-3:])}"
 
 
 def _two(tree: Tree, pointer: str) -> bool:

@@ -70,7 +70,7 @@ def findings_of(opened: Opened, *, complete: bool = True) -> tuple[list[dict[str
         *other_steps(opened.tree, catalog),
         *trainer_step(opened.outer or opened.tree, opened.tree, catalog),
         *two_in_one_state(opened.tree, catalog),
-        *find_adapter_faults(catalog),
+        *find_adapter_faults(catalog, opened.tree.display()),
         *damage_noted(catalog),
     ]
     notes = [row(note.code, note.message, note.key, file=note.path) for note in catalog.notes if note.code in UNSOUND]

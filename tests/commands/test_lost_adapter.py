@@ -3,11 +3,12 @@ or half an adapter."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import ckpt_tool as ckpt
 from ckpt_tool.errors import CkptError
@@ -64,3 +65,22 @@ def test_whole_ones_are_written(tmp_path: Path) -> None:
     rules = ["*.base_layer.*=*.*"]
     ckpt.convert(source, str(tmp_path / "base"), to="safetensors", rename=rules)
     assert not [name for name in load_file(tmp_path / "base/model.safetensors") if "base_layer" in name]
+
+
+def test_an_empty_adapter_names_its_folder(tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    source.mkdir()
+    names = [f"{PREFIX}layers.0.q_proj.lora_{half}.weight" for half in "AB"]
+    save_file({name: torch.zeros(0) for name in names}, source / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    (source / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(CkptError) as caught:
+        ckpt.convert(str(source), str(tmp_path / "out"), to="peft")
+    assert (caught.value.code, caught.value.path) == ("E2935", str(source))
+    assert [row["file"] for row in ckpt.verify(str(source))["findings"]] == [str(source)]
+
+    # a pointer to a step that is not there, and no other step to choose
+    (source / "latest").write_text("global_step4")
+    with pytest.raises(CkptError) as caught:
+        ckpt.convert(str(source), str(tmp_path / "out"), to="peft")
+    assert caught.value.code == "E2601" and "those that are there" not in (caught.value.hint or "")

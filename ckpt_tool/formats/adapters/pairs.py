@@ -34,8 +34,18 @@ def is_empty(catalog: Catalog) -> bool:
     return bool(catalog.tensors) and all(tensor.numel == 0 for tensor in catalog.tensors.values())
 
 
-def find_adapter_faults(catalog: Catalog) -> Iterator[CkptError]:
-    """Every fault of this kind: Incomplete E2935 (tensors without elements), InconsistentCheckpoint E2936."""
+def find_adapter_faults(catalog: Catalog, path: str) -> Iterator[CkptError]:
+    """Every fault of this kind: Incomplete E2935 (tensors without elements), InconsistentCheckpoint E2936.
+
+    Args:
+        path: what messages call the adapter's folder.
+    """
+    for fault in _find_faults(catalog):
+        fault.path = fault.path or path
+        yield fault
+
+
+def _find_faults(catalog: Catalog) -> Iterator[CkptError]:
     config = adapter_config(catalog)
     if config.get("peft_type") != "LORA":
         return
