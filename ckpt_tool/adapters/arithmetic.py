@@ -23,9 +23,8 @@ Plain products are added and rounded by compiled code where it is there (`Folded
 registers, 0.9 ns an element at r = 16 and 2.5 at r = 64 with AVX2, widening the base and rounding the sum included.
 
 Cost: else 2 to 4 ns an element at r = 16 with AVX-512; A and B of the tensors at work, at most `RunCache.ROOM` bytes.
-DoRA
-reads its base twice. Source: PEFT 0.21.2 `tuners/lora/layer.py` (get_delta_weight, merge), `variants.py` and `dora.py`,
-`utils/save_and_load.py`, `tuners/trainable_tokens/layer.py`.
+DoRA reads its base twice. Source: PEFT 0.21.2 `tuners/lora/layer.py` (get_delta_weight, merge), `variants.py` and
+`dora.py`, `utils/save_and_load.py`, `tuners/trainable_tokens/layer.py`.
 """
 
 from __future__ import annotations

@@ -100,6 +100,7 @@ def _recipe(key: TensorKey, base: Input, changes: Sequence[tuple[Adapter, Change
     inputs = [base]
 
     def number(adapter: Adapter, tensor: LogicalTensor) -> int:
+        """Add an input to the recipe and return its number."""
         inputs.append(Input(tensor, adapter.opened.tree))
         return len(inputs) - 1
 

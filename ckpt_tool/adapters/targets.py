@@ -169,6 +169,7 @@ class _Matching:
         self.notes += describe_renaming(elsewhere)
 
     def matched(self) -> Matched:
+        """Match all tensors. Orientations of plain weights are noted first: square ones follow the others."""
         for name, tensor in self.whole.items():
             self._match_replaced(name, tensor)
         self._match_lists()

@@ -337,6 +337,7 @@ class Frames:
         beside = None if old is None else CheckedRecords(old.files, old.records)
 
         def visit(move: Move) -> Visit:
+            """The function that encodes a tensor's blocks as they are read."""
             name = names[id(move)]
             twin = twins.get(id(move))
             encoding = self._wanted.encoding
@@ -464,6 +465,7 @@ def _file(
     head, offsets, size = build_header([(name, DTYPES["U8"], (sizes[name],)) for name in names], digests)
 
     def parts() -> Iterator[tuple[int, bytes]]:
+        """(offset, bytes) of everything in the file, in order."""
         yield 0, head
         for name, offset in zip(names, offsets, strict=True):
             for data in frames.pieces(name):

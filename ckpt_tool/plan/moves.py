@@ -260,6 +260,7 @@ class LaterMoves(Moves):
 
     @cached_property
     def bytes_read(self) -> int:
+        """As `Moves.bytes_read`: whole tensors by shape, those in several pieces chunk by chunk."""
         rows = Counter(zip(map(_BITS, self._stored), map(_SHAPE, self._stored), strict=True))
         total = sum(count * _nbytes(bits, shape) for (bits, shape), count in rows.items())
         several = [self._stored[index].tensor for index in self._several]
@@ -272,6 +273,7 @@ class LaterMoves(Moves):
 
     @cached_property
     def copies(self) -> int:
+        """As `Moves.copies`: tensors in one piece by their group, the others move by move, once for each case."""
         sizes = {group: sum(box.numel > 0 for box in self._places.boxes(group)) for group in self._places.groups()}
         total = sum(count * sizes[group] for group, (count, _) in self._places.groups().items())
         known_copies: dict[tuple[object, ...], int] = {}
