@@ -4,9 +4,9 @@
     built("cuda")           for all of ARCHITECTURES, and PTX of the last, from which a driver makes code for later ones
     built("host")           the shim, for tests
 
-What decides the result is the key under which it is kept (`cache.py`): the sources, the flags, what the compiler says
-of itself and the version of the ABI. Change any of them and the library is built anew. nvcc is needed to build, not to
-run: where there is none, a library that the cache has of these sources serves.
+The cache key (`cache.py`) covers everything that decides the result: the sources, the flags, the compiler's version
+output and the version of the ABI. If any of them changes, the library is built again. nvcc is needed to build, not to
+run: without it, a library in the cache that was built from these sources is used.
 
 Cost: some seconds for one architecture, some more for all; a hash of the sources (0.2 ms) and the compiler's --version
 (10 ms) where it is built already.
@@ -93,6 +93,7 @@ class BuildRecipe:
 
     @property
     def key(self) -> str:
+        """The cache key: a hash of everything that decides what is built."""
         parts = (
             self.kind,
             self.version,
@@ -104,6 +105,7 @@ class BuildRecipe:
         return hashlib.sha256("\0\0".join(parts).encode()).hexdigest()
 
     def command(self, target: Path) -> list[str]:
+        """The compiler's command line for the library `target`."""
         folder = sources()
         units = [str(folder / f"{name}.cu") for name in KERNELS]
         if self.kind == "host":
@@ -111,6 +113,7 @@ class BuildRecipe:
         return [self.compiler, *self.flags, *units, str(folder / "runtime.cu"), "-o", str(target)]
 
     def about(self) -> dict[str, Any]:
+        """The facts that the cache keeps with a library."""
         return {
             "kind": self.kind,
             "architectures": list(self.architectures),
@@ -121,7 +124,7 @@ class BuildRecipe:
 
 
 def sources() -> Path:
-    """The folder of the sources: inside the package where it was installed, beside it in a checkout."""
+    """The folder of the kernel sources: inside an installed package, next to the package in a source checkout."""
     inside = PACKAGE / "_kernels"
     return inside if inside.is_dir() else PACKAGE.parent / "kernels"
 
@@ -207,8 +210,10 @@ def cuda_recipe(architectures: tuple[int, ...] = ARCHITECTURES, extra: tuple[str
 
 
 def compile_to(recipe: BuildRecipe, target: Path) -> str:
-    """Compile to `target` and return what the compiler printed. Raises StorageError E1555. Files in between go beside
-    it."""
+    """Compile to `target` and return the compiler's output. Temporary files are put into the same folder.
+
+    Raises StorageError E1555 if the compiler fails.
+    """
     scratch = target.parent / f".tmp-{os.getpid()}"
     try:
         scratch.mkdir(mode=0o700, exist_ok=True)
@@ -254,7 +259,7 @@ def _run(command: list[str], *, seconds: float, scratch: Path | None = None) -> 
 
 
 def ensure_built(kind: Kind, architectures: tuple[int, ...] = ARCHITECTURES, *, force: bool = False) -> Built:
-    """The library of that kind: from the cache where it has a sound one, else built into it. force: built in any case.
+    """The library of that kind, from the cache if it has a valid one, else compiled into it. force: compile always.
 
     Raises UsageError E1554 (no compiler), E1558 (no such architecture), StorageError E1555 (the compiler fails), E1559
     (the cache can't be used)."""

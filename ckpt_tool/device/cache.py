@@ -5,10 +5,10 @@
         3f9c...41/about.json                             its SHA-256 and what it was built from
         3f9c...41.lock                                   held while one process builds
 
-A library is code, so what is in the cache counts only if this user owns the folders and the file, nobody else may
-write them, none of them is a link, and the bytes have the hash that the build wrote down. What fails that is never
-loaded: it is built again, in the same place where the place is ours, else in a fresh private folder for this process
-alone. The open file that was checked is the one that is loaded, so a swap in between changes nothing.
+A library is code, so an entry of the cache is used only if this user owns the folders and the file, no other user may
+write them, none of them is a link, and the bytes have the hash that the build recorded. Any other entry is never
+loaded: it is built again, in the same place if this user owns it, else in a new private folder for this process alone.
+The open file that was checked is the one that is loaded, so a swap in between changes nothing.
 
 Cost: one hash of some MB a process. The hash finds damage; against this user's own account nothing here protects.
 """

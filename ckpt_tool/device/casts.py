@@ -1,4 +1,4 @@
-"""Casts and dequantising as lists: copies whose two sides are of different dtypes, and codes with the grid of their
+"""Casts and dequantising as lists: copies whose two sides have different dtypes, and codes with the grid of their
 scales.
 
 A list for `box_cast` is one for `box_copy` that counts elements. (4, 6) fp32 out of rows of 32 bytes into rows of 12:
@@ -136,8 +136,8 @@ def kind(dtype: DType) -> int:
 def cast_boxes(
     copy: Copy, source: DType, target: DType, sources: Sequence[int], targets: Sequence[int]
 ) -> Iterator[Strided]:
-    """The boxes of a copy whose sides are of two dtypes; `run` in elements. sources, targets: addresses of the files'
-    byte 0."""
+    """The boxes of a copy between two dtypes, with `run` in elements. sources, targets: addresses of byte 0 of the
+    files."""
     if 0 in copy.extents:
         return
     item = source.bits // 8

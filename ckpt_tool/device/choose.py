@@ -65,7 +65,8 @@ def _decide(setting: str) -> DeviceChoice:
 
 
 def _use_given_library(path: Path) -> DeviceChoice:
-    """A library by name: code, so it must be a file that nobody but its owner may write, and ours or the system's."""
+    """The library at a given path. Since it is code, it must be a file that belongs to this user or to root, and that
+    only its owner may write."""
     try:
         about = path.stat()
     except OSError as e:

@@ -2,8 +2,8 @@
 
     compared([(a, b)], left, right, device, ...)[0]     # None, or {"first_index": [3, 1], "max_ulp": 2, ...}
 
-Small pairs go by the hundred. The device tells which pairs have the same bits; the CPU measures the others, and pairs
-of two types: norms and tolerances are its.
+Small pairs are processed by the hundred. The device finds the pairs with equal bits; the CPU compares the others, and
+pairs of two dtypes, since norms and tolerances are only implemented there.
 """
 
 from __future__ import annotations

@@ -6,9 +6,8 @@ bytes into rows of 12:
 
     run 12 bytes, rows 4, strides 32 and 12: one tile, moved 4 bytes a thread
 
-`pack` chooses the way in which box_copy moves each box (kernels/box_copy.cu tells the three) and cuts it into tiles of
-about the same number of bytes. Copies that swap dims are the work of another kernel: transposes.py; launches.py parts a
-list.
+`pack` chooses one of three ways in which box_copy moves a box (see kernels/box_copy.cu) and cuts it into tiles of about
+the same number of bytes. Copies that swap dims need another kernel (`transposes`); `launches` groups boxes by kernel.
 
 Cost: some 10 us a copy. Copies of nothing make no descriptor.
 """
@@ -133,8 +132,8 @@ def merge_dims(copy: Copy, item: int, target_item: int | None = None) -> tuple[D
 
 
 def make_strided(copy: Copy, item: int, sources: Sequence[int], targets: Sequence[int]) -> Iterator[Strided]:
-    """The boxes of at most three levels and fewer than 2^32 rows that a copy comes to. item: bytes of an element;
-    sources, targets: the addresses of byte 0 of the files that the copy numbers."""
+    """A copy as boxes of at most three levels and fewer than 2^32 rows. item: bytes of an element; sources, targets:
+    the addresses of byte 0 of the files that the copy numbers."""
     if 0 not in copy.extents:
         dims, run = merge_dims(copy, item)
         source = sources[copy.source] + copy.source_offset
@@ -272,7 +271,7 @@ class Turned(NamedTuple):
 
 
 def make_transposes(source: int, target: int, dims: Dims, run: int) -> Iterator[Turned]:
-    """The transposes that a copy of these dims (`descriptors.merged`) comes to; none where it is not one."""
+    """A copy of these dims (`descriptors.merge_dims`) as transposes; none if it is not a transpose."""
     strides = chain.from_iterable(dim[1:] for dim in dims)
     if run not in EDGES or any(nbytes % run for nbytes in (source, target, *strides)):
         return
@@ -501,8 +500,8 @@ class Launch(NamedTuple):
 
 
 def boxes_of(copy: Copy, item: int, sources: Sequence[int], targets: Sequence[int]) -> Sequence[Strided | Turned]:
-    """What a copy comes to. item: bytes of an element; sources, targets: the addresses of byte 0 of the files that the
-    copy numbers."""
+    """A copy as boxes or transposes. item: bytes of an element; sources, targets: the addresses of byte 0 of the files
+    that the copy numbers."""
     if 0 in copy.extents:
         return ()
     dims, run = merge_dims(copy, item)

@@ -45,6 +45,7 @@ class PlacedTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """The bytes of the tensor."""
         return self.dtype.nbytes(prod(self.shape))
 
     @property
@@ -63,6 +64,7 @@ class DigestLine(NamedTuple):
 
     @property
     def leaves(self) -> int:
+        """The number of hashes that the line needs: one for each leaf that it touches."""
         return ceil_div(self.at + self.nbytes, LEAF) - self.at // LEAF if self.nbytes else 0
 
 

@@ -182,11 +182,13 @@ class Library:
         raise StorageError(text, code="E1551", hint="ckpt kernels check tests the device; --device cpu does without it")
 
     def devices(self) -> int:
+        """The number of devices that the library can use."""
         count = c_int(0)
         self.call("devices", byref(count))
         return count.value
 
     def info(self, device: int = 0) -> DeviceInfo:
+        """Name, memory and capability of a device."""
         raw = _Info()
         self.call("info", device, byref(raw))
         return DeviceInfo(
@@ -214,6 +216,7 @@ class Closed:
     """What a `with` block closes at its end."""
 
     def close(self) -> None:
+        """Release the resource; called at the end of the `with` block."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -236,6 +239,7 @@ class Memory(Closed):
         self.address = address.value or 0
 
     def close(self) -> None:
+        """Free the memory. A second call does nothing."""
         if self.address:
             self.device.library.call("free", self.address)
             self.address = 0
@@ -259,6 +263,7 @@ class Device:
         self.library.call("use", self.number)
 
     def alloc(self, nbytes: int) -> Memory:
+        """New memory on the device; its content is undefined."""
         return Memory(self, nbytes)
 
     def upload(self, values: npt.NDArray[np.generic] | npt.NDArray[np.void], stream: int = 0) -> Memory:
@@ -282,6 +287,7 @@ class Device:
         return data
 
     def fill(self, address: int, byte: int, nbytes: int, stream: int = 0) -> None:
+        """Set `nbytes` bytes from `address` on to the value `byte`."""
         self.library.call("fill", address, byte, nbytes, stream)
 
     def sync(self, stream: int = 0) -> None:
@@ -289,6 +295,7 @@ class Device:
         self.library.call("stream_sync", stream)
 
     def milliseconds(self, begin: c_void_p, end: c_void_p) -> float:
+        """The time between two events on the device, in milliseconds."""
         elapsed = c_float(0.0)
         self.library.call("event_elapsed", byref(elapsed), begin, end)
         return elapsed.value

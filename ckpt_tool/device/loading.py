@@ -52,6 +52,7 @@ class FileSpans(NamedTuple):
 
     @property
     def times(self) -> int:
+        """The number of spans of the piece."""
         return prod(extent for extent, _ in self.outer)
 
     @property
@@ -172,16 +173,16 @@ def _make_piece(
 
 
 # ----------------------------------------------------------------------------------------------------
-# Windows of tensors' lines on the device: filled from files, compared with their replicas, drained to files.
+# Windows of tensors on the device: filled from files, compared with their replicas, written to files.
 #
-# A window is elements [start, end) of one line; a batch is as many windows as the lines of a station hold, of one
-# large tensor or of hundreds of small ones, so that small tensors cost no launch each. Spans of files gather in the
-# image until it is full, then one upload and one launch of `box_copy` put them where they belong.
+# A window is elements [start, end) of one tensor's line; a batch is as many windows as the lines of a station hold, of
+# one large tensor or of hundreds of small ones, so that a small tensor needs no launch of its own. Spans of files
+# are gathered in the image until it is full; then one upload and one launch of `box_copy` distribute them.
 #
 #     fill(station, reader, [Window(w, 0, 512, 512, at=0), Window(b, 0, 64, 64, at=2048)], station.first)
 #
-# Replicas are filled in a second line and compared there. The device says that they differ; where and how the message
-# comes from the CPU, which reads them again, so that both say the same.
+# Replicas are filled into a second line and compared there. The device only detects that they differ; the error is made
+# by the CPU, which reads them again, so that its text is the same with and without a device.
 
 
 REMOTE = 1 << 20  # bytes of one read of what is computed or fetched
@@ -200,6 +201,7 @@ class Window(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """The bytes of elements [start, end), before a cast."""
         return (self.end - self.start) * self.move.item
 
     @property
@@ -440,8 +442,8 @@ class _Writes:
 
 
 def drain(station: Station, writer: Writer, batch: Sequence[tuple[Window, int]]) -> None:
-    """Write what the output regions want of elements [start, stop) of each window, from the line whose address stands
-    beside it."""
+    """Write the parts of output regions in elements [start, stop) of each window, from the line whose address is given
+    with the window."""
     writes = _Writes(station, writer)
     for window, line in batch:
         item = window.move.item_out

@@ -1,8 +1,8 @@
 """Resharding of tensors that are on the device already: a job that loads a checkpoint of another layout, or changes its
 own.
 
-Every process says what it holds, boxes of tensors at addresses, and what it wants; nobody's layout is known here, ranks
-are not either. One destination is one call, and one call is one launch of `box_copy`, with one of `box_transpose` where
+Every process states what it holds (boxes of tensors at addresses) and what it wants; this module knows neither layouts
+nor ranks. One destination is one call, and one call is one launch of `box_copy`, with one of `box_transpose` where
 a side is the other way round:
 
     held = [DeviceBox("w", (8, 6), BF16, Box((0, 0), (4, 6)), a), DeviceBox("w", (8, 6), BF16, Box((4, 0), (4, 6)), b)]
@@ -65,7 +65,7 @@ def plan_resharding(held: Sequence[DeviceBox], wanted: Sequence[DeviceBox]) -> R
     """The launches that fill `wanted`, boxes apart from each other and from what is held.
 
     Raises UsageError E1565 where two speak of one tensor with another shape or dtype, or of a box outside it, and
-    InconsistentCheckpoint E1566 naming what nobody holds; InternalError E1571 for memory that is written twice, or
+    InconsistentCheckpoint E1566 naming what no process holds; InternalError E1571 for memory that is written twice, or
     written and read.
     """
     _agree((*held, *wanted))

@@ -9,9 +9,9 @@ they come back:
     with pool.take(96 << 20) as block:
         file.readinto(block.view)
 
-Small ones in a list of their own, because a few of them, kept for long, would otherwise stand in the middle of what a
-large one needs. What is requested beyond the regions at hand is pinned then, up to `limit`. For many threads. Cost: one
-lock and a walk over the free large blocks, of which there are few. What it does not do: give pages back before `close`.
+Small blocks have a list of their own, because a few of them, kept for long, would otherwise split the space that a
+large block needs. If a request exceeds the regions at hand, more is pinned, up to `limit`. Many threads may use a pool.
+Cost: one lock and a walk over the free large blocks, of which there are few. Pages are only given back by `close`.
 """
 
 from __future__ import annotations
@@ -122,6 +122,7 @@ class Pool:
 
     @property
     def standing(self) -> Standing:
+        """The state of the pool at this moment, for tests and diagnostics."""
         with self._lock:
             return Standing(self._pinned, self._lent, self._most, self._calls)
 
@@ -233,6 +234,7 @@ class StationSizes(NamedTuple):
 
     @property
     def image(self) -> int:
+        """Bytes of an image: a line, and the slack that alignment may cost."""
         return self.line + SLACK
 
     @property
@@ -312,6 +314,7 @@ class Station(Closed):
         self.sync()
 
     def sync(self) -> None:
+        """Wait for the work of this station."""
         self.device.sync(self.stream)
 
     def bytes_at(self, address: int, nbytes: int) -> Bytes:

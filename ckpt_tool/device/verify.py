@@ -179,9 +179,9 @@ class _Scan:
 # ----------------------------------------------------------------------------------------------------
 # Do the fp32 master weights round to the 16-bit model? `run/rounding.py` on a device.
 #
-# The master fills the first line and is cast to the second, the model fills the first, and the two are compared.
-# NaNs count as equal: where pairs of them differ in their bits the CPU looks at the window. A fault of the input
-# leaves all to the CPU.
+# The master is read into the first line and cast to the second, then the model is read into the first, and the two are
+# compared. NaNs count as equal: if pairs of them differ in their bits, the CPU compares the window. After an error in
+# the input all is done by the CPU.
 
 
 def drifts_there(

@@ -1,4 +1,4 @@
-"""The executor's units carried out on a device: the same plan, the same journal, the same bytes as `run/walk.py`.
+"""Executes the units of a plan on a device: the same plan, the same journal, the same bytes as `run/walk.py`.
 
 A unit's items are cut into windows, the windows go in batches: spans of the source files to the device, from there to
 the tensors' lines, compared with replicas, hashed, cast, and out to the output files. Only what a window is moved

@@ -1,4 +1,4 @@
-"""How ranks talk: six calls, three ways to carry them.
+"""Communication between ranks: six operations with two implementations, threads here and processes in `comm_process`.
 
     all_gather(group, x)            -> [x of every rank of the group], in the group's order; equal shapes
     all_reduce(group, x)            -> their sum, as float as x is (native mode, and sums whose terms but one are 0)
@@ -7,10 +7,10 @@
     send(x, to, tag) / recv(shape, dtype, source, tag)
     barrier()
 
-A group is a tuple of global ranks, alone in it costs nothing. Tensors of no elements are never put on a wire.
+A group is a tuple of global ranks; operations in a group of one rank cost nothing. Empty tensors are never sent.
 
-`SimComm` runs all ranks as threads of one process: a barrier-and-list exchange over one `Board`, tensors stay where
-they are. `ProcessComm` (`comm_process`) is gloo or nccl between processes. In canonical mode all give the same bits.
+`SimComm` runs all ranks as threads of one process, which exchange tensors over one `Board`. `ProcessComm` uses gloo or
+nccl between processes. In canonical mode all of them give the same bits.
 """
 
 from __future__ import annotations
@@ -44,10 +44,14 @@ class Comm(ABC):
         return tuple(range(self.world))
 
     @abstractmethod
-    def all_gather(self, group: Group, tensor: torch.Tensor) -> list[torch.Tensor]: ...
+    def all_gather(self, group: Group, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of all ranks of the group, in the group's order. All have one shape."""
+        ...
 
     @abstractmethod
-    def all_reduce(self, group: Group, tensor: torch.Tensor) -> torch.Tensor: ...
+    def all_reduce(self, group: Group, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of the tensors of all ranks of the group, in their own precision."""
+        ...
 
     @abstractmethod
     def exchange(
@@ -55,17 +59,23 @@ class Comm(ABC):
     ) -> list[torch.Tensor]: ...
 
     @abstractmethod
-    def send(self, tensor: torch.Tensor, to: int, tag: int) -> None: ...
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
+        """Send a tensor to a rank without waiting for it to be received."""
+        ...
 
     @abstractmethod
-    def recv(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, tag: int) -> torch.Tensor: ...
+    def recv(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, tag: int) -> torch.Tensor:
+        """Wait for the next tensor that rank `source` sends to this rank with `tag`."""
+        ...
 
     @abstractmethod
-    def barrier(self) -> None: ...
+    def barrier(self) -> None:
+        """Wait until all ranks of the job have called this."""
+        ...
 
 
 class Board:
-    """Where the threads of a simulation leave things for each other."""
+    """The shared memory by which the threads of a simulation exchange values."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -80,6 +90,7 @@ class Board:
             self._changed.notify_all()
 
     def put(self, key: object, rank: int, value: Any) -> None:
+        """Leave a value of `rank` under `key`."""
         with self._changed:
             self._slots.setdefault(key, {})[rank] = value
             self._changed.notify_all()
@@ -101,7 +112,7 @@ class Board:
 
 
 class SimComm(Comm):
-    """A rank that is a thread. Values are cloned when they are left, so nobody sees another's later changes."""
+    """A rank that is a thread. Values are cloned when sent, so that later changes of the sender are not seen."""
 
     def __init__(self, rank: int, world: int, board: Board, device: torch.device) -> None:
         super().__init__(rank, world, device)
@@ -150,13 +161,13 @@ class SimComm(Comm):
 
 
 # ----------------------------------------------------------------------------------------------------
-# Ranks that are processes: gloo, with CUDA tensors staged through the CPU, or nccl with one rank a GPU.
+# Ranks that are processes: over gloo, with CUDA tensors staged through the CPU, or over nccl with one rank per GPU.
 #
-# Bytes travel, not numbers: every gather and exchange is of `uint8`, so that any dtype passes and nothing is rounded.
-# gloo offers no send, receive or gather of CUDA tensors, so they are copied to the CPU and back; with that, eight ranks
-# share one GPU, which nccl refuses ("Duplicate GPU detected"). With nccl only gathers and sums go over it; messages
-# between two ranks stay on gloo, because nccl matches them by order alone and a pipeline's order differs from end to
-# end.
+# Tensors are sent as bytes: every gather and exchange uses `uint8`, so that any dtype is possible and nothing is
+# rounded. gloo offers no send, receive or gather for CUDA tensors, so they are copied to the CPU and back; this lets
+# eight ranks share one GPU, which nccl refuses ("Duplicate GPU detected"). With nccl only gathers and sums use nccl;
+# messages between two ranks stay on gloo, because nccl matches them by order alone, and the two ends of a pipeline
+# order them differently.
 
 
 Backend = Literal["gloo", "nccl"]

@@ -11,9 +11,9 @@ What is done, for a job laid out as A, a format F and another layout B:
     back       `ckpt reshard` lays it out for A again: every tensor as A saved it
     controls   faults are planted in the resharded checkpoint: each must be seen by one of the checks above
 
-Canonical jobs are held to the bit. Native ones (all-reduces) to a tolerance, beside the noise that a change of layout
-alone makes: the same job, uninterrupted, as B. Digests are the tool's (`run/digest.py`), of the state in memory and of
-the files alike.
+Canonical jobs must agree bit for bit. Native ones (all-reduces) must agree within a tolerance; the report also shows
+the noise of a change of layout alone, from the same job run uninterrupted as B. Digests are the tool's
+(`run/digest.py`), of the state in memory and of the files alike.
 
 Cost: 3 (native: 4) short runs, four commands, one run of `CONTROL_STEPS` on one rank a fault.
 """

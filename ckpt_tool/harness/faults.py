@@ -164,7 +164,7 @@ def plant(fault: PlantedFault, folder: Path) -> None:
             f"the fault {fault.what!r} changed nothing", code="E1508", path=str(folder), hint="train more steps first"
         )
 
-    # a forger's care: the save id covers mesh, extras and boxes, so that the reader can't tell
+    # The save id covers mesh, extras and boxes: compute it again, so that the reader does not detect the fault by it
     boxes = {file["path"]: file["boxes"] for file in index["files"]}
     index["save"] = digits(canonical([index["mesh"], index["extras"], boxes]))
 

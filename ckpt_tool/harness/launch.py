@@ -2,7 +2,7 @@
 
     run_ranks(job.layout.world, entry, groups=..., backend="gloo")   -> [entry(comm) of rank 0, of rank 1, ...]
 
-The one idea: import once, then fork. A rank that starts anew imports torch's 900 modules, seconds of CPU each; a fork
+The one idea: import once, then fork. A new process would import torch's 900 modules, which takes seconds of CPU; a fork
 has them. Results come back as JSON over a pipe, so they are plain values (floats survive to the bit). A rank that
 raises sends its error and traceback and is gone; one that is killed just closes its pipe; either way the others are
 killed at once and the parent raises: our own errors as themselves, all else as InternalError E1505 with the traceback
@@ -77,7 +77,7 @@ def run_ranks(
                 return _threads(world, entry, device)
             return _process(rank, world, entry, meeting, groups, backend, device)
 
-        life = os.pipe()  # nobody writes: it ends when the parent does
+        life = os.pipe()  # never written to: ranks see its end when the parent, which alone holds it open, has ended
         ranks: list[_Rank] = []
         try:
             with _nothing_to_collect():

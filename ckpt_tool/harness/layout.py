@@ -74,6 +74,7 @@ class HarnessLayout:
 
     @property
     def world(self) -> int:
+        """The number of ranks. Experts do not count: `ep` divides `dp`."""
         return self.tp * self.dp * self.pp
 
     @property
@@ -81,12 +82,14 @@ class HarnessLayout:
         """Virtual stages."""
         return self.pp * self.vpp
 
-    # -- who sits where -----------------------------------------------------------------------------------------------
+    # -- the position of each rank ------------------------------------------------------------------------------------
 
     def rank(self, *, tp: int, dp: int, pp: int) -> int:
+        """The global rank at these coordinates: tp fastest, then dp, then pp."""
         return tp + self.tp * (dp + self.dp * pp)
 
     def at(self, rank: int, shape: ModelShape) -> Coordinates:
+        """The coordinates of a global rank, and the layers of its chunks."""
         tp = rank % self.tp
         dp = rank // self.tp % self.dp
         pp = rank // self.tp // self.dp
@@ -104,16 +107,20 @@ class HarnessLayout:
         return [tuple(range(end - count, end)) for end, count in zip(ends, split, strict=True)]
 
     def tp_group(self, at: Coordinates) -> Group:
+        """The tensor parallel group of a rank."""
         return tuple(self.rank(tp=tp, dp=at.dp, pp=at.pp) for tp in range(self.tp))
 
     def dp_group(self, at: Coordinates) -> Group:
+        """The data parallel group of a rank."""
         return tuple(self.rank(tp=at.tp, dp=dp, pp=at.pp) for dp in range(self.dp))
 
     def ep_group(self, at: Coordinates) -> Group:
+        """The expert parallel group of a rank: consecutive data ranks, which together have all experts."""
         first_rank = at.dp - at.ep
         return tuple(self.rank(tp=at.tp, dp=dp, pp=at.pp) for dp in range(first_rank, first_rank + self.ep))
 
     def edp_group(self, at: Coordinates) -> Group:
+        """The data ranks that have the same experts as a rank."""
         return tuple(self.rank(tp=at.tp, dp=dp, pp=at.pp) for dp in range(at.ep, self.dp, self.ep))
 
     def ends_group(self, at: Coordinates) -> Group:

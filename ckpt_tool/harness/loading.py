@@ -86,8 +86,8 @@ def prepare_checkpoint(path: Path, scratch: Path) -> Path:
 
 
 class Loader:
-    """A checkpoint with hub names, open for reading. scalars: what the job had put beside its tensors. tied: is the
-    head the embedding?"""
+    """A checkpoint with hub names, open for reading. scalars: the values that the job saved in addition to tensors.
+    tied: the head is the embedding."""
 
     def __init__(self, path: Path) -> None:
         """path: as `prepared` gives it. Raises what the tool's readers raise, and Incomplete E1533 without scalars."""

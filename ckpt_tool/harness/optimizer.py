@@ -57,6 +57,7 @@ class AdamW:
     ema: float = 0.99
 
     def scalars(self) -> dict[str, float]:
+        """The hyperparameters as they are saved in a checkpoint."""
         return asdict(self)
 
     def scale(self, norm: float) -> float:
@@ -112,7 +113,7 @@ class Muon:
     """Constants of Muon's update; learning rate, decay of weights and of the average are the job's AdamW's."""
 
     momentum: float = 0.95
-    scale: float = 0.2  # beside the root of the longer side, so that steps are as long as AdamW's
+    scale: float = 0.2  # times the square root of the longer side, so that steps are as long as AdamW's
     # of the five Newton-Schulz iterations ("quintic")
     coefficients: tuple[tuple[float, float, float], ...] = (
         (4.0848, -6.8946, 2.9270),
@@ -123,6 +124,7 @@ class Muon:
     )
 
     def scalars(self) -> dict[str, float]:
+        """The hyperparameters as they are saved in a checkpoint."""
         return {"momentum": self.momentum, "scale": self.scale}
 
     def ahead(self, slices: MuonSlices, gradient: torch.Tensor) -> torch.Tensor:

@@ -54,6 +54,7 @@ class RoundTrip:
 
     @property
     def formats(self) -> tuple[str, ...]:
+        """The formats to test: the given one, else all."""
         return tuple(formats.WRITERS) if self.fmt is None else (self.fmt,)
 
 
@@ -79,7 +80,7 @@ def check(trip: RoundTrip) -> None:
 
 
 def gather(trip: RoundTrip, folder: Path, *, say: Say = lambda line: None) -> Document:
-    """All formats of one pair, carried out in `folder`; what pairs share is beside it, in `round-trips`."""
+    """The document for all formats of one pair, run in `folder`. Pairs share the folder `round-trips` next to it."""
     check(trip)
     began = time.perf_counter()
     fitting, unfit = _fitting(trip)

@@ -6,7 +6,7 @@ wants it.
     killed(job, 4, saving=Saving(root, "dcp", at=(3,)))             # rank N-1 gets SIGKILL in step 5: its last words
 
 The one idea: a run is a function of the job, the checkpoint it begins from and the number of steps; everything else
-(who saves, who dies) is stated beside it.
+(which rank saves, which is killed) is given by further arguments.
 """
 
 from __future__ import annotations
@@ -187,6 +187,7 @@ def _die_in_step(trainer: Trainer, comm: Comm) -> None:
         join_gradients = trainer._join_gradients
 
         def die() -> Any:
+            """Kill this process in the middle of a step, before the gradients are joined."""
             os.kill(os.getpid(), signal.SIGKILL)
             return join_gradients()
 

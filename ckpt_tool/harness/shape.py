@@ -1,7 +1,7 @@
 """The model that is trained: its sizes, and every parameter by its hub name.
 
 A decoder in the manner of ERNIE 4.5 with experts (family `ernie4_5_moe`): grouped-query attention, a dense first layer,
-then layers of routed experts beside shared ones. Small enough for 8 ranks on 2 cores, odd enough that a wrong reshard
+then layers of routed and shared experts. Small enough for 8 ranks on 2 cores, odd enough that a wrong reshard
 shows.
 
     ModelShape().parameters()[0]  ->  ParameterShape("model.embed_tokens.weight", (100, 64), room="embed", cut=0, ...)
@@ -37,6 +37,7 @@ class ParameterShape(NamedTuple):
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -101,6 +102,7 @@ class ModelShape:
         return cls(layers=2, batch=4, rows=97, dense_ffn=126, expert_ffn=30)
 
     def with_(self, **changes: object) -> ModelShape:
+        """The same model with some sizes changed."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def __str__(self) -> str:

@@ -32,6 +32,7 @@ class RankParameter(NamedTuple):
 
     @property
     def numel(self) -> int:
+        """The number of elements of the rank's part."""
         return math.prod(self.box)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: saved beside the steps, whole or not there, the old ones removed, the last good one found.
+"""Checkpoints of a run: saved while training continues, complete or absent, with old ones removed and the last found.
 
     runs/7/step_0000010/                           a checkpoint in its format, and `harness.complete.json`, written last
     runs/7/.step_0000015.4711.partial/ranks/rank_0003.safetensors, rank_0003.done, ...        a save on its way
@@ -9,10 +9,10 @@
     store.close()                    # at the end: wait for what is still being written
     good = latest(root)              # Good(path, step, notes); the notes say which saves were passed over, and why
 
-The one idea: three moments, each one rename or one marker. A rank is done when its marker is there; the checkpoint is
-whole when all files stand in `harness.complete.json` with sizes and digests; it exists when the hidden folder gets its
-name. Whoever dies in between leaves something that can't be taken for a checkpoint. Rank 0's thread waits for all
-ranks' markers and puts the format's files together: no collective, so no step waits for a disk.
+The one idea: three moments, each one rename or one marker. A rank is done when its marker exists; the checkpoint is
+complete when `harness.complete.json` lists all files with sizes and digests; it exists when the hidden folder gets its
+name. A process that dies in between leaves something that can't be mistaken for a checkpoint. Rank 0's thread waits for
+all ranks' markers and assembles the format's files: without a collective, so that no step waits for a disk.
 
 Rotation removes only checkpoints older than `keep` whole ones, after the new one has its name; a folder that is removed
 is hidden by a rename first. Cost in the step: the copy; and waiting, if the previous save is not on the disk yet
@@ -80,7 +80,7 @@ class RankStore:
         root.mkdir(parents=True, exist_ok=True)
 
     def save(self, state: RankState) -> None:
-        """Copy the state and write it beside the steps that follow. Raises what the previous save failed with."""
+        """Copy the state, then write it in the background during the next steps. Raises the previous save's error."""
         started = time.perf_counter()
         self.wait()
         copying = time.perf_counter()
@@ -108,7 +108,7 @@ class RankStore:
         self.wait()
         self._writer.shutdown()
 
-    # -- beside the steps ---------------------------------------------------------------------------------------------
+    # -- in the background --------------------------------------------------------------------------------------------
 
     def _write(self, state: RankState) -> None:
         saving(self.rank, int(state.scalars["step"]))

@@ -56,9 +56,11 @@ class Node:
         self.grad: torch.Tensor | None = None
 
     def add(self, grad: torch.Tensor) -> None:
+        """Add a gradient of one consumer of the value."""
         self.grad = grad if self.grad is None else self.grad + grad
 
     def take(self) -> torch.Tensor:
+        """The accumulated gradient, zeros if there was none; the node no longer holds it afterwards."""
         grad = self.grad
         self.grad = None
         return torch.zeros_like(self.value) if grad is None else grad
@@ -200,13 +202,13 @@ class Tape:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Gradients of one step: taken in by microbatch, joined over microbatches and data ranks in one order.
+# Gradients of one step, summed over microbatches and data ranks in a fixed order.
 #
 # The one idea: the sum over microbatches is a pairwise tree over their global numbers, ((0+1)+(2+3))+..., so a data
 # rank with microbatches 4..7 forms a subtree of it, and joining the tops of all ranks gives the bits of one rank that
 # had all of them:
 #
-#     sums.add(Ref("w", 0), microbatch=5, g)       kept until 4 has come, then added as 4+5, whichever came first
+#     sums.add(Ref("w", 0), microbatch=5, g)       kept until 4 arrives, then added as 4+5, in whatever order they come
 #     sums.joined(comm, group, refs)               flat line of all refs, the tops of the group's ranks paired up
 #
 # At most log2(microbatches) + 1 gradients of a shard live at a time. Experts have the gradients of all sources of their

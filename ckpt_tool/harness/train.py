@@ -310,12 +310,12 @@ def _buckets(items: list[RankParameter]) -> list[list[RankParameter]]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# The order in which a pipeline rank works through its microbatches: one forward, one backward, interleaved where
-# wanted.
+# The order in which a pipeline rank processes its microbatches: one forward, one backward (1F1B), optionally
+# interleaved.
 #
-# The one idea: play the whole pipeline once on paper and write down who did what. At every tick each rank takes a
+# The one idea: simulate the entire pipeline once and record what each rank did. At every tick each rank takes a
 # backward that is ready, else the next forward, as long as no more than `stages - g` forwards of virtual stage g wait
-# for their backward (that bounds the memory as 1F1B does). An order that was played cannot deadlock when sends don't
+# for their backward (that bounds the memory as 1F1B does). An order that was simulated cannot deadlock if sends don't
 # block. Two stages, three microbatches:
 #
 #     rank 0: F0 F1 B0 F2 B1 B2        rank 1: F0 B0 F1 B1 F2 B2

@@ -97,6 +97,7 @@ class RankWeights:
         return value.narrow(item.param.cut, (ref.block - self._at.tp * self.shards) * size, size).contiguous()
 
     def alias(self, name: str) -> str:
+        """The name under which a parameter is kept: a tied head is the embedding."""
         return "model.embed_tokens.weight" if self._tied and name == "lm_head.weight" else name
 
     def refs(self, item: RankParameter) -> list[Ref]:

@@ -1,7 +1,7 @@
-"""Tensor names folded into a tree: 92,000 names of a mixture of experts are some forty lines.
+"""Tensor names folded into a tree: 92,000 names of a mixture of experts become some forty lines.
 
-Siblings with numbers for names (layers, experts) that hold exactly the same below them, names, dtypes and shapes,
-are one line with a range; one that differs stands alone, so a layer with a missing tensor shows itself:
+Siblings with numbers as names (layers, experts) share a line with a range if everything below them is equal: names,
+dtypes and shapes. One that differs has its own line, so that a layer with a missing tensor is easy to see:
 
     layers.[0-2]            33 tensors
       mlp.down_proj.weight  ...
@@ -9,8 +9,8 @@ are one line with a range; one that differs stands alone, so a layer with a miss
       mlp.experts.[0-255]
         down_proj.weight    ...
 
-The idea: equal subtrees have one number (`report.folding`), so comparing 58 layers of 256 experts compares integers;
-what is left here is to choose what to show. Cost: about 1 us a tensor. It does not look at values.
+The idea: equal subtrees have one number (`report.folding`), so comparing 58 layers of 256 experts compares integers.
+This module chooses which levels to show. Cost: about 1 us per tensor. Values are not read.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ class Line(NamedTuple):
 
     level: int
     label: str
-    copies: int  # how often the subtree stands for itself (32 layers)
+    copies: int  # how many equal subtrees the line represents (32 for 32 equal layers)
     tensors: int  # of all copies
     nbytes: int  # of all copies
-    what: Hashable | None  # what a leaf holds; None for a module
-    # an equal subtree that is shown instead, as its path without what it shares with this line's; "" for none
+    what: Hashable | None  # the kind of tensor of a leaf (such as dtype and shape); None for a module
+    # the path of an equal subtree that is shown instead, without the components it shares with this line; "" for none
     twin: str = ""
 
 
 class FoldedTree:
-    """The folded tree of (name, what, nbytes) triples; `what` is all that must be equal for tensors to be one line."""
+    """The folded tree of (name, what, nbytes) triples; tensors share a line only if their `what` is equal."""
 
     def __init__(self, tensors: Iterable[tuple[str, Hashable, int]] | Folding) -> None:
-        """tensors: rows, or a folding that has taken its columns (the way for very many)."""
+        """tensors: rows; or, for very many tensors, a Folding to which columns were added."""
         folding = tensors if isinstance(tensors, Folding) else _folding(tensors)
         self._root = folding.fold()
         self._whats = folding.whats
@@ -48,10 +48,10 @@ class FoldedTree:
         self._subtrees = folding.subtrees
 
     def lines(self, *, depth: int | None = None, most: int = 48) -> list[Line]:
-        """The tree top down: all of it down to `depth` levels, or, without a depth, what is best seen in `most` lines.
+        """The lines of the tree from the top: down to `depth` levels, or, without a depth, at most about `most` lines.
 
-        Without a depth, levels unfold from the top while they fit; a subtree equal to one that is unfolded already is
-        not shown twice but names its twin.
+        Without a depth, levels are unfolded from the top while they fit. A subtree that equals one already unfolded
+        is not shown twice but names its twin.
         """
         top = self._children(self._root, "", "", 0, 1)
         if depth is not None:
@@ -86,7 +86,7 @@ class FoldedTree:
             queue.extend(below)
 
     def _children(self, number: int, prefix: str, path: str, level: int, copies: int) -> list[_Node]:
-        """The nodes right below a subtree. A lone child stands on its parent's line, and so does each group of
+        """The nodes directly below a subtree. An only child is shown on its parent's line, and so is each group of
         numbers: `layers.[0-31]`."""
         nodes: list[_Node] = []
         for item in self._subtrees[number].items:
@@ -151,9 +151,11 @@ class _Node:
 
     @property
     def level(self) -> int:
+        """The level of the node's line."""
         return self.line.level
 
     def lines(self) -> Iterator[Line]:
+        """The node's line, then those of its unfolded children."""
         yield self.line
         for child in self.children:
             yield from child.lines()
@@ -218,7 +220,7 @@ class Subtree(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """A tail: segments below the head, and what hangs there: a leaf (-1: none) or a group's numbers by subtree."""
+    """A tail: the segments below a head, with a leaf (-1: none) or the numbers of a group by subtree at its end."""
 
     path: tuple[str, ...]
     leaf: int
@@ -249,9 +251,9 @@ class _Made(dict[K, V]):
 
 
 class Folding:
-    """Folds columns of names: `leaf` numbers what tensors are, `add` takes columns, `fold` comes last, once.
+    """Folds columns of names: first `leaf` numbers the kinds of tensors, then `add` takes columns, last `fold`, once.
 
-    A block is a list of numbers of tails; in it -1-g stands for group g until that is folded.
+    A block is a list of numbers of tails; in it -1-g denotes group g until that group is folded.
     """
 
     def __init__(self) -> None:

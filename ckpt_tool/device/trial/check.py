@@ -1,10 +1,9 @@
-"""`ckpt kernels check`: does this device do what the kernels say? Random work with a poisoned output, held against
-NumPy.
+"""`ckpt kernels check`: do the kernels compute the right results on this device? Random work, compared with NumPy.
 
-Each trial makes random bytes and a random list (any alignment, any run, boxes of nothing among them), fills the output
-and all around it with a pattern, lets the kernel work, and compares the whole output, gaps included, with what the CPU
-makes of the same list: strided assignments, xxhash, `run.compute.cast`, `run.compare`. The seed decides everything: a
-finding is found again.
+Each trial makes random bytes and a random list (any alignment, any run, also empty boxes), fills the output and the
+memory around it with a pattern, runs the kernel, and compares the entire output, gaps included, with the result of the
+CPU for the same list: strided assignments, xxhash, `run.compute.cast`, `run.compare`. The seed determines all of it, so
+a finding can be reproduced.
 
     trials(device, cases=200, seed=0)
     [Outcome(kernel="box_copy", cases=200, nbytes=31457280, seconds=1.9, findings=()), ...]
@@ -367,7 +366,7 @@ def quantise_by_cpu(
             )
             divisors = nearest_codes.divisors_of(band_scales, scale_dtype, "", tensor_scale)
             scales.append(band_scales.reshape(1, -1))
-            with np.errstate(over="ignore"):  # in the error figures, which nobody asks for here
+            with np.errstate(over="ignore"):  # in the error statistics, which are not used here
                 codes.append(np.empty(len(band.line), np.uint8))
                 nearest_codes.codes_of(band, nearest_codes.ValuePlace(columns, 0, width), divisors, scheme, codes[-1])
 
@@ -420,7 +419,7 @@ def compare(device: Device, rng: np.random.Generator) -> tuple[int, str]:
 
 
 def adamw_ema(device: Device, rng: np.random.Generator) -> tuple[int, str]:
-    """One step over flat buffers that are one behind the other, each operation of the formula by NumPy in fp32."""
+    """One step over adjacent flat buffers, compared with NumPy doing each operation of the formula in fp32."""
     count = int(rng.choice((1, 3, 300, 5001)))
     constants = adamw.Constants.of(step=int(rng.integers(1, 2000)), rate=1e-3, scale=float(rng.choice((1.0, 0.37))))
     g, p, m, v, e = (rng.standard_normal(count, np.float32) for _ in range(5))

@@ -44,6 +44,7 @@ class Arena(NamedTuple):
 
     @property
     def stride(self) -> int:
+        """Bytes from one slot to the next."""
         return self.payload + PAD
 
     @property
@@ -52,6 +53,7 @@ class Arena(NamedTuple):
         return self.stride * self.slots
 
     def at(self, slot: int) -> tuple[int, int]:
+        """The addresses of source and target for a launch; slots are used in turn."""
         step = slot % self.slots * self.stride
         return self.source + step, self.target + step
 
@@ -305,7 +307,7 @@ def codes(kind: str, block: tuple[int, int], scale: str) -> Callable[[Device, Ar
 
 
 def make_quantised(source: str, name: str) -> Callable[[Device, Arena, Knobs], Prepared]:
-    """A matrix of floats, which are the payload, as codes in the target and scales beside it."""
+    """A matrix of floats, which are the payload, quantised to codes in the target and scales in another buffer."""
     floats = DTYPES[source]
     scheme = SCHEMES[name]
 

@@ -4,9 +4,9 @@
      (of matrices that Muon steps: {"momentum_buffer"}, and a parameter group of their own)
      "master_weights": {NAME: ...}, "ema": {NAME: ...}, "harness": {"step": 7, ...}}
 
-The one idea: what a job keeps beside torch's optimizer hangs in the same state dict, and DCP saves it all. Cost: as
-`torch_dcp`. What it does not do: DTensors: the boxes are handed over directly, flat ZeRO shards as the few boxes that
-they are.
+The one idea: the state that a job keeps in addition to torch's optimizer is part of the same state dict, and DCP saves
+it all. Cost: as `torch_dcp`. What it does not do: DTensors. The boxes are handed over directly, a flat ZeRO shard as a
+few boxes.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
     latest_checkpointed_iteration.txt, iter_0000007/.metadata, __R_0.distcp, common.pt, metadata.json
 
 The one idea: Megatron's planner hands boxes to torch's writer; so does this one. Layers differ (a dense first one), so
-each has keys of its own; a layer's experts are stacked; gate and up are two boxes; norms stand under the linear that
-follows. The optimizer is `fully_reshardable`: whole model-shaped tensors, written by the first data rank of each box.
+each has keys of its own; a layer's experts are stacked; gate and up are two boxes; norms are named as a part of the
+linear that follows. The optimizer is `fully_reshardable`: complete tensors with the shapes of the model, written by the
+first data rank of each box.
 
 Where Muon steps the matrices, their masters are `fp32_param` (its optimizer is no distributed one), and the common
 state is the chain: Muon's groups, then Adam's.
@@ -106,7 +107,7 @@ def _key(module: MegatronWeight, whole: WholeState) -> tuple[str, int | None, in
 
 
 def _common(whole: WholeState) -> dict[str, Any]:
-    """The common state: what is the same on all ranks. A distributed optimizer says how its states lie."""
+    """The common state, which is the same on all ranks. A distributed optimizer records how its states are sharded."""
     lies = {"param_state_sharding_type": SHARDING} if whole.layout.zero else {}
     dense = {"optimizer": {"param_groups": [_group(whole, decays, expert=False) for decays in (True, False)]}} | lies
     experts = {"optimizer": {"param_groups": [_group(whole, True, expert=True)]}} | lies

@@ -2,11 +2,11 @@
 
     latest_checkpointed_iteration.txt, iter_0000007/.metadata, __R_0.distcp
 
-The one idea: the model are the fp32 main weights; every weight lies under the name that live modules have, wrappers in
-front, gate and up apart, and its rows with whichever data ranks hold it: any number of whole rows each. Hyperparameters
-stand at each parameter, its step at each half.
+The one idea: the model consists of the fp32 main weights. Every weight is stored under its name in the live modules,
+with the prefixes of wrappers, gate and up separately; the data ranks that hold it store any number of complete rows
+each. Hyperparameters are stored for each parameter, the step for each half of gate and up.
 
-EMA, for which Megatron has no place, is a state beside the moments, which it does not ask for.
+EMA, for which Megatron has no place, is stored as another state next to the moments, which Megatron does not request.
 Source: NVIDIA/Megatron-LM core_v0.19.0 `training/checkpointing.py` (`preprocess_fsdp_dtensor_state_dict`),
 `core/optimizer/distrib_optimizer.py` (`sharded_param_state_fsdp_dtensor`). What it does not do: pipeline stages.
 """

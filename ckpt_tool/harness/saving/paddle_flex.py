@@ -60,7 +60,7 @@ class RankBlock(NamedTuple):
 
 
 def write(whole: WholeState, folder: Path) -> None:
-    """The Trainer's folders and what is beside them."""
+    """Write the folders of the Trainer, and the files next to them."""
     saves: dict[str, list[list[RankBlock]]] = {}  # by folder, the items of each rank
     for folder_name in ("model_state", "optimizer_state", "master_weight", "ema_state"):
         saves[folder_name] = [[] for _ in whole.ranks]

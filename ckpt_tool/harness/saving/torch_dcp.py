@@ -76,6 +76,7 @@ class _Planner(DefaultSavePlanner):
         self.values = {_index(part): part.values for part in rank.parts}
 
     def create_local_plan(self) -> SavePlan:
+        """A write item for each box and each object of the rank; torch would take them from a state dict."""
         items = []
         for part in self.rank.parts:
             chunk = ChunkStorageMetadata(torch.Size(part.offset), part.values.shape)
@@ -86,6 +87,7 @@ class _Planner(DefaultSavePlanner):
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """The data of a write item: the values of a box, or a pickled object."""
         if write_item.type == WriteItemType.BYTE_IO:
             stream = io.BytesIO()
             torch.save(self.rank.objects[write_item.index.fqn], stream)

@@ -1,11 +1,11 @@
-"""What all ranks hold together: their pieces laid into whole logical tensors, each replica held against the first.
+"""Assembles the pieces of all ranks into complete logical tensors, and compares each replica with the first.
 
     whole = assemble(states)                            # of every rank, in any order
     whole.tensors["exp_avg", "model.norm.weight"]       # (64,) float32
 
-The one idea: a checkpoint is a statement about logical tensors; how they were cut is the format's business. So the
-writers cut anew from the whole, as their system's ranks would hold them, and what must hold on any layout is checked
-here once: pieces are inside their tensors, cover them, and agree bit for bit where several ranks hold one element.
+The one idea: a checkpoint describes logical tensors, and how they are cut depends on the format. So the writers cut the
+complete tensors again, as the ranks of their system would hold them. What must be true for any layout is checked here
+once: pieces are inside their tensors, cover them, and agree bit for bit where several ranks hold one element.
 
 Cost: one copy of the state. What it does not do: more than one machine's memory; a harness model is small.
 """
