@@ -462,7 +462,7 @@ def _drift_findings(catalog: Catalog, opened: Opened, skip: set[Any], on: Device
         return []
     known = frozenset(map(str, skip))
     if on is not None:
-        from ckpt_tool.device.verify import drifts_there
+        from ckpt_tool.device.drifts import drifts_there
 
         found = drifts_there(catalog, opened.tree, on, skip=known, threads=threads_of(None), memory=MEMORY)
     else:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from ckpt_tool.core.tensor import LogicalTensor
 from ckpt_tool.device.checks import CheckBlock, differences
 from ckpt_tool.device.library import Device
-from ckpt_tool.device.loading import Window, batches, compare_replicas, fill, windows
 from ckpt_tool.device.station import Station, Stations
 from ckpt_tool.device.verify import gather_moves
+from ckpt_tool.device.windows import Window, batches, compare_replicas, fill, windows
 from ckpt_tool.plan.plan import Move
 from ckpt_tool.run.blocks import BlockReader
 from ckpt_tool.run.compare import Difference, Worst, compare

@@ -141,7 +141,7 @@ def _process(
     rank: int, world: int, entry: Entry, meeting: str, groups: Sequence[Group], backend: How, device: str
 ) -> Any:
     """One rank of a job of processes."""
-    from ckpt_tool.harness.comm import ProcessComm
+    from ckpt_tool.harness.comm_process import ProcessComm
 
     torch_device = torch.device(device, rank if backend == "nccl" else 0) if device == "cuda" else torch.device(device)
     if torch_device.type == "cuda":

@@ -13,9 +13,10 @@ from math import prod
 from typing import Any
 
 from ckpt_tool.core.listing import Listing
+from ckpt_tool.report.folding import Folding
 from ckpt_tool.report.page import STATE, Block, Cell, Column, Facts, Lines, Page, PageTable, Styled, Verdict
 from ckpt_tool.report.text import count, more, parameters, plural, shape, size
-from ckpt_tool.report.tree import FoldedTree, Folding
+from ckpt_tool.report.tree import FoldedTree
 
 Document = Mapping[str, Any]
 EXTRAS_SHOWN = 16

@@ -27,12 +27,9 @@ from ckpt_tool.harness.model import attention, compute_swiglu, norm  # noqa: E40
 from ckpt_tool.harness.optimizer import AdamW, Muon, MuonSlices, Schedule, Slices  # noqa: E402
 from ckpt_tool.harness.pieces import STATES  # noqa: E402
 from ckpt_tool.harness.randomness import sample  # noqa: E402
+from ckpt_tool.harness.schedule import schedule  # noqa: E402
 from ckpt_tool.harness.shape import ModelShape  # noqa: E402
-from ckpt_tool.harness.train import (  # noqa: E402
-    Trainer,
-    TrainingJob,
-    schedule,
-)
+from ckpt_tool.harness.train import Trainer, TrainingJob  # noqa: E402
 
 QUICK = ModelShape.quick()
 SHAPES = {

@@ -23,7 +23,7 @@ from verb_cases import FIXTURES, both, hashes, model
 
 import ckpt_tool as ckpt
 from ckpt_tool.cli import run
-from ckpt_tool.device import choose, loading, station
+from ckpt_tool.device import choose, station, windows
 from ckpt_tool.device import walk as device_walk
 from ckpt_tool.device.library import Device, Library
 from ckpt_tool.errors import CkptError, StorageError
@@ -499,7 +499,7 @@ def test_windows_cover_the_line_and_end_where_leaves_do() -> None:
         stop = int(rng.integers(start + 1, numel + 1))
         until = min(numel, stop + int(rng.integers(0, 300_000)))
         move = Move(TensorKey("w"), (numel,), DTYPES["U8"], DTYPES["U8"], numel, item, out, (), ())
-        found = list(loading.windows(move, start, stop, until, 4 * MIB))
+        found = list(windows.windows(move, start, stop, until, 4 * MIB))
         assert [found[0].start, found[-1].end] == [start, until]
         assert all(
             a.end == b.start and a.end * item % LEAF == 0 == a.end * out % LEAF
@@ -507,20 +507,20 @@ def test_windows_cover_the_line_and_end_where_leaves_do() -> None:
         )
         assert sum(window.stop - window.start for window in found) == stop - start
         assert all(window.start <= window.stop <= window.end and window.room <= 4 * MIB for window in found)
-        for batch in loading.batches(iter(found), 4 * MIB):
+        for batch in windows.batches(iter(found), 4 * MIB):
             assert batch[-1].at + batch[-1].room <= 4 * MIB and all(window.at % 256 == 0 for window in batch)
 
 
 @pytest.mark.usefixtures("small_windows")
 def test_masters_that_do_not_round_to_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckpt_tool.device import verify
+    from ckpt_tool.device import drifts
 
     torch = pytest.importorskip("torch")
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("left to the CPU")
 
-    monkeypatch.setattr(verify, "drifts", refuse)
+    monkeypatch.setattr(drifts, "drifts", refuse)
     rng = np.random.default_rng(5)
     values: dict[str, np.ndarray[Any, Any]] = {}
     masters: dict[str, np.ndarray[Any, Any]] = {}
@@ -554,10 +554,10 @@ def test_an_interruption_waits_for_the_threads_that_use_the_pool(
     source = model(tmp_path / "in")
     at_work = threading.Event()
     after = list[str]()
-    own = loading.BlockReader.pread
+    own = windows.BlockReader.pread
     closed = station.Pool.close
 
-    def slow(self: loading.BlockReader, *words: Any, **more: Any) -> None:
+    def slow(self: windows.BlockReader, *words: Any, **more: Any) -> None:
         if not at_work.is_set():
             at_work.set()
             signal.raise_signal(signal.SIGINT)  # noticed by the main thread, which waits for this one
@@ -570,7 +570,7 @@ def test_an_interruption_waits_for_the_threads_that_use_the_pool(
         assert self.standing.lent == 0
         closed(self, force=force)
 
-    monkeypatch.setattr(loading.BlockReader, "pread", slow)
+    monkeypatch.setattr(windows.BlockReader, "pread", slow)
     monkeypatch.setattr(station.Pool, "close", close)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

@@ -9,7 +9,8 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tool.report.tree import FoldedTree, Folding, Line
+from ckpt_tool.report.folding import Folding
+from ckpt_tool.report.tree import FoldedTree, Line
 
 SEGMENT = st.sampled_from(["0", "1", "2", "3", "10", "a", "b", "weight", "01", "", "٣"])
 NAMES = st.lists(st.lists(SEGMENT, min_size=1, max_size=5).map(".".join), unique=True, max_size=60)
