@@ -65,7 +65,8 @@ def compose(first: Iterable[Piece], second: Iterable[Piece]) -> list[Piece]:
             moved += piece.numel if len(once) == len(others) or once[b.ext, b.src] is b else 0
             if piece.src.name != PAD or piece.dst.name != PAD:
                 out.append(piece)
-        made, taken = (sum(piece.numel for piece in some) for some in (group, once.values()))
+        made = sum(piece.numel for piece in group)
+        taken = sum(piece.numel for piece in once.values())
         if not made == taken == moved:
             faults.append(f"{name}: {made} elements are made, {taken} are taken, {moved} are both")
 

@@ -127,7 +127,9 @@ def element_map(text: str) -> ElementMap:
             hint=hint or f"the maps are {', '.join(_KINDS)} of (NUMBER) or (AXIS)",
         )
     by = match[2]
-    return ElementMap(match[1], by if by.isidentifier() else float(by) if "." in by else int(by))
+    if by.isidentifier():
+        return ElementMap(match[1], by)
+    return ElementMap(match[1], float(by) if "." in by else int(by))
 
 
 def inverse(maps: Iterable[ElementMap]) -> tuple[ElementMap, ...]:

@@ -113,7 +113,8 @@ def _above(paths: Sequence[str]) -> list[str]:
     common = os.path.commonpath(folders)
     if common != os.sep:
         return [common]
-    return [each for each in folders if not any(each.startswith(f"{other}{os.sep}") for other in folders)]
+    above = tuple(f"{folder}{os.sep}" for folder in folders)
+    return [folder for folder in folders if not folder.startswith(above)]
 
 
 def _head(start: str, path: str, plan_file: str) -> str:

@@ -128,8 +128,10 @@ def _changed(chosen: Chosen, mapped: Mapped, writing: Writing, by: str) -> tuple
     lines = [f"{by}: {step.says(len(names))}, rounded once: {', '.join(names[:3])}" for step, names in alike.values()]
     shown = f"{chosen.sources[0].path} (values changed)"
     chosen = with_computed(chosen, recipes, shown, writing, option="this change of names", dtypes=dtypes, notes=lines)
-    plain = tuple(made._replace(pieces=tuple(piece._replace(maps=()) for piece in made.pieces)) for made in mapped.made)
-    return chosen, mapped._replace(made=plain)
+    plain: list[Made] = []
+    for made in mapped.made:
+        plain.append(made._replace(pieces=tuple(piece._replace(maps=()) for piece in made.pieces)))
+    return chosen, mapped._replace(made=tuple(plain))
 
 
 def _joined(chosen: Chosen, mapped: Mapped, writing: Writing) -> Chosen:
@@ -144,7 +146,8 @@ def _joined(chosen: Chosen, mapped: Mapped, writing: Writing) -> Chosen:
     apart: dict[TensorKey, Stored] = {}
     for group in _groups(mapped.made):
         for state in dict.fromkeys(state for name in group for state in states.get(name, ())):
-            held = [rows[key] for name in group if (key := TensorKey(name, state)) in rows]
+            keys = [TensorKey(name, state) for name in group]
+            held = [rows[key] for key in keys if key in rows]
             if len({row.source for row in held}) > 1 and all(row.tensor.dtype.is_float for row in held):
                 apart.update((row.tensor.key, row) for row in held)
     if not apart:
@@ -159,8 +162,12 @@ def _joined(chosen: Chosen, mapped: Mapped, writing: Writing) -> Chosen:
 
 def _groups(made: Iterable[Made]) -> list[list[str]]:
     """The sources of each made tensor that has several."""
-    groups = (list(dict.fromkeys(piece.src.name for piece in each.pieces)) for each in made)
-    return [group for group in groups if len(group) > 1]
+    groups: list[list[str]] = []
+    for each in made:
+        sources = list(dict.fromkeys(piece.src.name for piece in each.pieces))
+        if len(sources) > 1:
+            groups.append(sources)
+    return groups
 
 
 def lines_alike(rows: Iterable[tuple[str, int, int]], what: str) -> Iterator[str]:

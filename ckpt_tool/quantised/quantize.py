@@ -98,7 +98,9 @@ def quantize(chosen: Chosen, job: Conversion) -> Chosen:
 
     own_dtypes = {recipe.key: recipe.dtype for recipe in recipes}  # --dtype is for what stays
     tree: Any = converted.sources[-1].tree
-    names = {name: tuple(tensor for tensor, _ in parts.values()) for name, parts in parts_by_weight.items()}
+    names: dict[str, tuple[str, ...]] = {}
+    for name, parts in parts_by_weight.items():
+        names[name] = tuple(tensor for tensor, _ in parts.values())
     return replace(
         converted,
         casts={**converted.casts, **own_dtypes},
@@ -149,8 +151,10 @@ def _find_staying(
             reasons[name] = "not in --quantize-only"
         elif scheme.codes == TURNED and (len(shape) != 3 or EXPERTS not in name):
             reasons[name] = "no stacked experts, which this family's releases quantise alone"
-        elif not only and (why := why_not(row.tensor)):
-            reasons[name] = why
+        elif not only:
+            why = why_not(row.tensor)
+            if why:
+                reasons[name] = why
         elif len(shape) < 2 or not dtype.is_float or dtype.bits < 16:
             reasons[name] = "no matrix of floats"
         elif not scheme.fits(shape):

@@ -84,7 +84,8 @@ def _sizes(names: Iterable[str], kinds: Mapping[str, TensorKind], tensors: Alike
     """(elements, bytes) of the listed tensors in the classes of `names`."""
     numel = nbytes = 0
     for name in names:
-        (dtype, shape), count = kinds[name], tensors.count(name)
+        dtype, shape = kinds[name]
+        count = tensors.count(name)
         numel = numel + count * prod(shape)
         nbytes = nbytes + count * (prod(shape) * dtype.bits // 8)
     return numel, nbytes

@@ -151,16 +151,18 @@ def left_behind(tensors: Iterable[LogicalTensor], reason: str, *, named: bool = 
     rows: dict[str, list[LogicalTensor]] = {}
     for tensor in tensors:
         rows.setdefault(tensor.key.state, []).append(tensor)
-    return [
-        {
+    entries: list[dict[str, Any]] = []
+    for state, left in rows.items():
+        entry: dict[str, Any] = {
             "state": state,
-            "tensors": len(found),
-            "bytes": sum(tensor.nbytes for tensor in found),
-            **({"names": [tensor.key.name for tensor in found[:50]]} if named else {}),
-            "reason": reason,
+            "tensors": len(left),
+            "bytes": sum(tensor.nbytes for tensor in left),
         }
-        for state, found in rows.items()
-    ]
+        if named:
+            entry["names"] = [tensor.key.name for tensor in left[:50]]
+        entry["reason"] = reason
+        entries.append(entry)
+    return entries
 
 
 def extras_left_behind(extras: Mapping[str, Any], reason: str, sources: Iterable[Opened]) -> dict[str, Any]:

@@ -95,6 +95,10 @@ def _under(
         for source in dict.fromkeys(piece.src.name for piece in made.pieces):
             names[source] = (*names.get(source, ()), made.name)
     held = {tensor.key.name for tensor in tensors}
-    mapped = mapped._replace(made=tuple(each for each in mapped.made if held & {p.src.name for p in each.pieces}))
+    filled = []
+    for each in mapped.made:
+        if held & {piece.src.name for piece in each.pieces}:
+            filled.append(each)
+    mapped = mapped._replace(made=tuple(filled))
     applied = apply_mapping([Stored(0, tensor) for tensor in tensors], mapped)
     return [row.tensor for row in applied.stored], names

@@ -426,9 +426,8 @@ def _read_compressed(stated: Mapping[str, Any]) -> DeclaredScheme:
     """compressed-tensors: formats, bits and blocks of all groups, and what prevents dequantising."""
     groups = stated.get("config_groups")
     rows = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
-    formats = list(
-        dict.fromkeys(str(each) for each in (stated.get("format"), *(row.get("format") for row in rows)) if each)
-    )
+    stated_formats = [stated.get("format"), *(row.get("format") for row in rows)]
+    formats = list(dict.fromkeys(str(stated_format) for stated_format in stated_formats if stated_format))
     named = f"compressed-tensors ({', '.join(formats)})" if formats else "compressed-tensors"
     weights = [row["weights"] for row in rows if isinstance(row.get("weights"), dict)]
 

@@ -329,7 +329,8 @@ def part_of(name: str) -> str | None:
     >>> part_of("m._weight_zero_point")
     'm.weight'
     """
-    if "._" in name and (weight := subclass_of(name)):
+    weight = subclass_of(name) if "._" in name else None
+    if weight:
         return weight
     ending = next((ending for ending in (*_PART, *TABLES) if name.endswith(ending)), None)
     if ending is None:
@@ -527,7 +528,8 @@ def subclasses_in(names: Iterable[str]) -> list[str]:
     >>> subclasses_in(["m.bias", "m._weight_qdata", "m._weight_scale"])
     ['m.weight']
     """
-    return [weight for name in names if name.endswith(QDATA) and (weight := subclass_of(name))]
+    weights = (subclass_of(name) for name in names if name.endswith(QDATA))
+    return [weight for weight in weights if weight]
 
 
 def tiled(rows: int, columns: int) -> Shape:

@@ -105,8 +105,10 @@ def _make_plain(kind: str, data: Any) -> dict[str, Any]:
 
 _CT = "compressed-tensors"
 _TORCHAO = "torchao"
-_AO_E4M3, _AO_AUTO = _make_plain("torch.dtype", "float8_e4m3fn"), _make_plain("KernelPreference", "AUTO")
-_AO_ROW, _AO_SYMMETRIC = _make_plain("PerRow", {"dim": -1}), _make_plain("MappingType", "SYMMETRIC")
+_AO_E4M3 = _make_plain("torch.dtype", "float8_e4m3fn")
+_AO_AUTO = _make_plain("KernelPreference", "AUTO")
+_AO_ROW = _make_plain("PerRow", {"dim": -1})
+_AO_SYMMETRIC = _make_plain("MappingType", "SYMMETRIC")
 _AO_PRODUCT = _make_plain("Float8MMConfig", {"emulate": False, "use_fast_accum": True, "pad_inner_dim": False})
 _AO_BOUNDS = dict.fromkeys(("hp_value_lb", "hp_value_ub"))
 _OF_TOKENS = {"dynamic": True}

@@ -368,7 +368,9 @@ def encode(files: Sequence[str], values: Sequence[OcdbtNode], uuid: bytes, node_
     if len(level) > 1:
         node = _inner(node_file, level)
         height = 1
-        keys, tree, outer = (sum(getattr(each, name) for each in level) for name in ("keys", "tree", "outer"))
+        keys = sum(each.keys for each in level)
+        tree = sum(each.tree for each in level)
+        outer = sum(each.outer for each in level)
         root = _Written(b"", len(out), len(node), keys, tree + len(node), outer)
         out += node
     return _manifest(uuid, node_file, root, height), bytes(out)

@@ -148,7 +148,8 @@ def _end(archive: ZipArchive, tail: int) -> tuple[int, int, int]:
     stop = length - END.size
     # 42 bytes: the zip64 locator (20) and the end record (22).
     if length >= TAIL and piece[-42:-38] == b"PK\x06\x07":
-        stop, (count, size, offset) = length - TAIL, _end64(archive, piece, count, size, offset)
+        stop = length - TAIL
+        count, size, offset = _end64(archive, piece, count, size, offset)
     elif count == 0xFFFF or 0xFFFFFFFF in (size, offset):
         raise archive.corrupt("the end record points to a zip64 record that is not there", "E0342", stop)
 
@@ -288,7 +289,8 @@ def _zip64(archive: ZipArchive, extra: bytes, fields: tuple[int, ...], where: in
                 if value == most:
                     if len(body) < width:
                         raise archive.corrupt("a zip64 field is cut short", "E0342", where)
-                    wide[i], body = int.from_bytes(body[:width], "little"), body[width:]
+                    wide[i] = int.from_bytes(body[:width], "little")
+                    body = body[width:]
             return tuple(wide)
         at += 4 + size
     if 0xFFFFFFFF in fields[:3]:

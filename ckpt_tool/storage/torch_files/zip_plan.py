@@ -73,11 +73,14 @@ def plan_zip(root: str, pickle: bytes, storages: Sequence[tuple[str, int]], *, b
     writer.literal(".data/serialization_id", _serialization_id(pickle, storages))
     crcs = writer.finish(len(storages))
     literals = tuple((base + at, bytes(piece)) for at, piece in writer.pieces if piece)
+    crc_holes: list[tuple[int, ...]] = []
+    for holes in crcs:
+        crc_holes.append(tuple(base + hole for hole in holes))
     return ZipPlan(
         writer.at,
         literals,
         tuple(base + offset for offset in offsets),
-        tuple(tuple(base + hole for hole in holes) for holes in crcs),
+        tuple(crc_holes),
     )
 
 

@@ -399,7 +399,9 @@ class _MegatronFsdpWriting:
                 left = "states" if stored else "hyperparameters"
                 self.notes.append(f"param_to_group_meta is left out: the source has no {left} of the optimizer")
             return {}
-        stored = [{key: value for key, value in g.items() if key != "params"} for g in stored]
+        stored = [dict(group) for group in stored]
+        for group in stored:
+            group.pop("params", None)
         chosen = self._choose_groups(trained, stored)
         meta = {self._wrap_name(name): chosen[name] for name in trained}
         return {"optimizer": {"param_to_group_meta": meta}}

@@ -72,7 +72,8 @@ def find(listing: Iterable[str]) -> list[DcpSave]:
     for path in listing:
         folder, slash, name = path.rpartition("/")
         folders.setdefault(folder + slash, []).append(name)
-    saves = [save for folder, names in folders.items() if (save := _save(folder, names))]
+    found_saves = (_save(folder, names) for folder, names in folders.items())
+    saves = [save for save in found_saves if save]
     if not saves:
         return []
 
@@ -83,7 +84,7 @@ def find(listing: Iterable[str]) -> list[DcpSave]:
 
 def _save(folder: str, names: list[str]) -> DcpSave | None:
     have = set(names)
-    ranks = sorted((int(m[1]), m[0]) for name in names if (m := _RANK_METADATA.fullmatch(name)))
+    ranks = sorted((int(match[1]), match[0]) for match in map(_RANK_METADATA.fullmatch, names) if match)
     tmp = next((name for name in sorted(names) if name.endswith(METADATA + ".tmp") and name[:1] in "._"), None)
     if METADATA in have:
         return DcpSave(folder, (METADATA,), tmp)
@@ -174,9 +175,8 @@ def refuse(tensors: Iterable[str], objects: Iterable[str], shown: str, *, finish
         return
 
     # A Megatron-FSDP save without its optimizer has only the job's objects and `model.module.` names to show it.
-    if any(key.startswith(FSDP_OWN) for key in (*objects, *tensors)) or (
-        objects >= _JOB and any(_MODULE.match(key) for key in tensors)
-    ):
+    has_own_keys = any(key.startswith(FSDP_OWN) for key in (*objects, *tensors))
+    if has_own_keys or (objects >= _JOB and any(map(_MODULE.match, tensors))):
         raise UnknownFormat(
             "a Megatron-FSDP checkpoint (fsdp_dtensor), no plain DCP",
             code=NOT_READ,

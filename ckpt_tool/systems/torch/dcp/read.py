@@ -175,6 +175,10 @@ def _mesh(tensors: Iterable[LogicalTensor]) -> Mesh:
 def _ranks(files: Iterable[str], mesh: Mesh) -> dict[str, dict[str, int]]:
     """The rank that wrote each file, from its name: a dp coordinate if dp is the only degree, else the bare rank."""
     dims = dict(mesh.dims)
-    ranks = {file: int(found[1]) for file in files if (found := DATA.fullmatch(file.rpartition("/")[2]))}
+    ranks: dict[str, int] = {}
+    for file in files:
+        match = DATA.fullmatch(file.rpartition("/")[2])
+        if match:
+            ranks[file] = int(match[1])
     dim = "dp" if set(dims) == {"dp"} and max(ranks.values(), default=0) < dims["dp"] else "rank"
     return {file: {dim: rank} for file, rank in ranks.items()}
