@@ -329,7 +329,7 @@ def test_parameters_that_no_group_lists_are_named(tmp_path: Path) -> None:
     optim = {"state": {n: {"exp_avg": v} for n, v in weights.items()}, "param_groups": groups}
     torch.save({"model": weights, "optim": optim}, tmp_path / "in.pt")
     notes = to(tmp_path / "in.pt", tmp_path / "out")["notes"]
-    assert any("1 parameters are in no param_groups of the source, such as e" in note for note in notes)
+    assert any("1 parameter is in no param_groups of the source, such as e" in note for note in notes)
 
 
 def test_states_that_deepspeed_would_take_for_its_own_lie_beside(tmp_path: Path) -> None:

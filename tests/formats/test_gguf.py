@@ -122,7 +122,7 @@ def test_matrices_that_do_not_get_the_type_are_named(tmp_path, capsys) -> None:
     line = ["convert", tmp_path / "m.safetensors", tmp_path / "m.gguf", "--to", "gguf", "--dialect", "keep"]
     assert call(*line, "--gguf-type", "q8_0") == 0
     notes = json.loads(capsys.readouterr().out)["notes"]
-    assert "1 tensors are F16, as their rows are no whole blocks of Q8_0: blk.0.ffn_up.weight" in notes
+    assert "1 tensor is F16, as their rows are no whole blocks of Q8_0: blk.0.ffn_up.weight" in notes
     assert "--gguf-type q8_0: no matrix here can have that type" in notes
 
 

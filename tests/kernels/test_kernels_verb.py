@@ -74,8 +74,12 @@ def test_build_and_where_it_goes(tmp_path: Path, quick_compiler: Path) -> None:
     assert stat.S_IMODE(out.stat().st_mode) == 0o755 and out.read_bytes() == Path(document["path"]).read_bytes()
     with pytest.raises(OutputExists):
         kernels.build("host", out=str(out))
-    out.write_bytes(b"")
     kernels.build("host", out=str(out), force=True)
+    library = out.read_bytes()
+    out.write_bytes(b"")
+    with pytest.raises(OutputExists):  # an empty file is somebody's too
+        kernels.build("host", out=str(out), force=True)
+    out.write_bytes(library)
     assert choose.library_of(choose.choose_device(f"path:{out}")).info().host
     listed = kernels.info()["libraries"]
     assert [(row["kind"], row["for"], row["current"]) for row in listed] == [("host", "CPU", True)]

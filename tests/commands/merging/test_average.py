@@ -104,7 +104,7 @@ def test_counters_of_an_average_are_those_of_the_newest_step(tmp_path: Path) -> 
     report = ckpt.merge([tmp_path / "run"], tmp_path / "out.pt", method="average", last=3, to="torch")
     assert ckpt.open(tmp_path / "out.pt").extras["iteration"] == 200
     newest = f"counters, extras and side files are those of the newest checkpoint, {tmp_path}/run/checkpoint-200"
-    assert newest in report["notes"] and "1 tensors are merged by average, 0 are taken as they are" in report["notes"]
+    assert newest in report["notes"] and "1 tensor is merged by average, 0 are taken as they are" in report["notes"]
     reasons = [entry["reason"] for entry in report["dropped"]]
     assert reasons == ["a merge has no optimizer"]
 
