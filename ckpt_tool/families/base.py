@@ -264,7 +264,9 @@ def _read_shared_layer_settings(config: Config) -> dict[str, Any]:
     return shared
 
 
-@lru_cache(maxsize=256)
+# Every dialect of every family (some 400) has room: whoever asks them all in turn, as for names of no family, would
+# parse each table at each turn with a smaller cache (1.4 s of CPU in place of 0.55).
+@lru_cache(maxsize=2048)
 def _table(family: Family, dialect: str) -> Table:
     if dialect == HUB:
         return table_of(family.hub, family.kinds)
