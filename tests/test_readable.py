@@ -15,18 +15,12 @@ import readable
 ROOT = Path(__file__).resolve().parents[1]
 # The figures of the package that miss their goal: what they may be at most, or at least for comments.
 LIMITS = {
-    "comments per 100 code lines": 3.6,
+    "comments per 100 code lines": 4.2,
     "functions with more than 15 locals": 190,
-    "nested comprehensions per kLOC": 2.2,
-    "chained ternaries": 78,
-    "walrus in an expression": 115,
-    "-(-a // b)": 2,
-    "functions that are no verb, %": 6.8,
-    "generic locals, %": 11.4,
-    "fields documented in one paragraph": 58,
-    "public functions without docstring, %": 18.7,
-    "second module in a file": 13,
-    "private words per kLOC": 13.4,
+    "nested comprehensions per kLOC": 0.5,
+    "functions that are no verb, %": 6.7,
+    "generic locals, %": 11.0,
+    "second module in a file": 6,
 }
 OF_TESTS = {
     "packed assignments per kLOC": 1,

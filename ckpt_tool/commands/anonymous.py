@@ -49,7 +49,7 @@ _FILE_WORDS = """
 """
 _WORDS = frozenset(_MODEL_WORDS.split()) | frozenset(_FILE_WORDS.split())
 _PIECE = re.compile(r"[^\W\d_]+|\d+|[^\w./:\[\] -]+")
-# The top modules of classes that pickles name, which nobody has a private copy of.
+# The top modules of classes that pickles name: public packages, whose names say nothing about a user.
 _MODULES = frozenset(
     "argparse builtins collections copy_reg copyreg datetime enum functools ml_dtypes numpy omegaconf pathlib "
     "posixpath torch types".split()

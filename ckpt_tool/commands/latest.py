@@ -1,4 +1,4 @@
-"""`ckpt latest`: the newest sound step of a run, and which newer ones were passed over, and why."""
+"""`ckpt latest`: the newest complete step of a run, and which newer ones were passed over, and why."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _refuse_unread(run: Run, unread: Sequence[Judged], newest: RunStep | None) -
 
 
 def pointer_notes(run: Run, judge: Judge) -> list[str]:
-    """What is wrong with the pointer files of a run: they name what is not there, what is not sound, or no new step."""
+    """What is wrong with the pointer files of a run: they name what is not there, what is damaged, or an old step."""
     notes = [f"{file} names no step: it is empty, or holds something else" for file in run.blank_pointers]
     steps = {step.name: step for step in run.steps}
     newest = judge.newest()

@@ -1,4 +1,4 @@
-"""The folder of compiled kernels: private, and looked at anew before anything in it is loaded.
+"""The folder of compiled kernels: private, and checked again before anything in it is loaded.
 
     $CKPT_CACHE or ~/.cache/ckpt / kernels /            0700
         3f9c...41/libck.so                               what is loaded

@@ -1,4 +1,4 @@
-"""`ckpt diff` on a device: pairs of tensors in two lines, held against each other there.
+"""`ckpt diff` on a device: pairs of tensors in two lines, compared with each other there.
 
     compared([(a, b)], left, right, device, ...)[0]     # None, or {"first_index": [3, 1], "max_ulp": 2, ...}
 

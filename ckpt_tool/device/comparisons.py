@@ -1,4 +1,4 @@
-"""Two sides of boxes on a device held against each other, and what in them is not finite.
+"""Compare the two sides of boxes on a device, and count what in them is not finite.
 
     compare(device, [Strided(a, b, (), (), (), 4096)], [DTYPES["F32"]])[0]
           # DeviceDifference(elements=3, first=17, ulp=1, ...)
@@ -121,7 +121,9 @@ def pack_pairs(boxes: Sequence[Strided], dtypes: Sequence[DType], *, one_side: b
 
     packed["tiles_per_row"], packed["rows_per_tile"] = per_row, np.maximum(per_tile, 1)
     packed["divr"] = magics(np.maximum(1, np.where(cut, per_row, np.where(aligned, run // np.uint64(16), begun))))
-    tiles = np.where(cut, rows * per_row, -(-rows.astype(np.int64) // np.maximum(per_tile, 1).astype(np.int64)))
+    boxes_per_tile = np.maximum(per_tile, 1).astype(np.int64)
+    whole_tiles = (rows.astype(np.int64) + boxes_per_tile - 1) // boxes_per_tile
+    tiles = np.where(cut, rows * per_row, whole_tiles)
     tiles = np.where((run == 0) | (rows == 0), 0, tiles).astype(np.uint64)
     return PackedDescriptors(packed, number_tiles(packed, tiles), int((rows * run).sum()))
 

@@ -1,6 +1,6 @@
 """The guide: Markdown pages, one a topic and language, shipped with the package and shown by `ckpt help TOPIC`.
 
-A page is `guide/LANGUAGE/TOPIC.md` and begins with its title. A file that lies there is a page: `topics()` lists them,
+A page is `guide/LANGUAGE/TOPIC.md` and begins with its title. Each file there is a page: `topics()` lists them,
 and the tests hold both languages to the same topics, blocks and tables, and run every command. What it does not do:
 draw (`report.guide`).
 """

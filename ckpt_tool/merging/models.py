@@ -3,7 +3,7 @@
 A model may be in any format and in any number of shards; where its dialect is known and is not the hub's, the
 families' equations name it (`conversion.naming`), so sources of different systems meet. Optimizer states stay behind.
 
-Whether models have the same tokens is read from the files beside the weights; nothing of a tokenizer is run.
+Whether models have the same tokens is read from the files next to the weights; nothing of a tokenizer is run.
 
 Files that are equal byte for byte settle it. `tokenizer.json` and `vocab.json` that differ are compared by what they
 say of tokens: the number of each token, the added ones too, and the merges; how they were formatted or by which version

@@ -7,7 +7,7 @@ from typing import Any
 
 from ckpt_tool.report.page import Block, Facts, Lines, Page, Styled
 
-# What each exit code stands for, in the order of the list.
+# What each exit code means, in the order of the list.
 EXITS: dict[int | None, str] = {
     1: "findings",
     2: "usage",

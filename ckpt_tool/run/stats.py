@@ -20,8 +20,9 @@ from ckpt_tool.storage.source import Tree
 
 @dataclass(slots=True)
 class _Sums:
-    """Running sums of one tensor. count, low, high, total, squares: of finite values only."""
+    """Running sums of one tensor."""
 
+    # Of finite values only.
     count: int = 0
     low: float = math.inf
     high: float = -math.inf

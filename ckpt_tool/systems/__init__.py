@@ -1,2 +1,2 @@
-"""Systems: what belongs to one training or inference system lies in one folder: its formats, names, config and
+"""Systems: what belongs to one training or inference system is in one folder: its formats, names, config and
 passes."""

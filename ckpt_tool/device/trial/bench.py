@@ -1,4 +1,4 @@
-"""The kernels measured beside a plain copy from device to device.
+"""Measure the kernels next to a plain copy from device to device.
 
     rows = measured(device, payload=1 << 30, repeats=30)       # some 20 s on a GPU
 

@@ -1,7 +1,7 @@
 """EXAONE 4.0: norms after the two modules, and one a head of q and k. transformers 5.23, models/exaone4.
 
 Megatron: Megatron-Bridge 0.6.2, models/exaone/exaone4: its layer has the two norms behind `linear_proj` and `linear_fc2`, and
-none before; it maps the tied 1.2B alone, the head of the 32B lies where Megatron has it, and layers take turns as K-EXAONE's.
+none before; it maps the tied 1.2B alone, the head of the 32B is where Megatron has it, and layers take turns as K-EXAONE's.
 """
 
 from ckpt_tool.families import hub_names as hub

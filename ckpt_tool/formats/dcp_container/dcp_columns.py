@@ -3,7 +3,7 @@
 The one idea: the checks of a million boxes (does each have an item, is each item a twin, do they tile the tensor) are
 array operations; a `DcpPiece`, a `StoredArray` or a `Chunk` is only created when it is accessed.
 
-    rows of storage_data  -> Places     where the items of each tensor lie
+    rows of storage_data  -> Places     where the items of each tensor are stored
     rows of chunks        -> Pieces     with those: a sequence of Piece
     items (dcp_compared)  -> Arrays     a sequence of StoredArray
     Pieces, Arrays        -> Columns    the chunks of a LogicalTensor

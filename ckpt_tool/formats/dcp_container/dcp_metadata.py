@@ -96,13 +96,13 @@ _Where = tuple[str, int, int]  # file, byte, length in bytes
 
 
 class ObjectEntry(NamedTuple):
-    """Where the item of a pickled object is stored. at, length: bytes in `file`."""
+    """Where the item of a pickled object is stored."""
 
     fqn: str
     path: Path
     file: str
-    at: int
-    length: int
+    at: int  # the byte of `file` at which it begins
+    length: int  # bytes
 
 
 @dataclass(slots=True)

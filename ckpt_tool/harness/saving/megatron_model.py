@@ -246,7 +246,7 @@ def scheduler(whole: WholeState) -> dict[str, Any]:
 
 def hyperparameters(scalars: Mapping[str, Any], *, decays: bool, expert: bool, muon: bool = False) -> dict[str, Any]:
     """A parameter group of Megatron's optimizer, without its parameters; the step counter is the group's. muon: is it
-    of the matrices that Muon steps? It counts no steps. Beside them Adam's groups say so."""
+    of the matrices that Muon steps? Muon counts no steps; Adam's groups next to them name Adam."""
     settings = scalars["optimizer"]
     overrides = {
         **(ADAM if "muon" in scalars else {}),

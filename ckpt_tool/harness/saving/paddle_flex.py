@@ -6,7 +6,7 @@
 
 The one idea: a rank hands over blocks, and the metadata says which block, or which range of a block's line, is in
 which file. What several ranks hold is stored once, by the file with the least keys so far. A block of [gate | up] is
-[gate_r | up_r], and is recorded rank after rank. Weights that are fp32 have no master; their averages stand under their
+[gate_r | up_r], and is recorded rank after rank. Weights that are fp32 have no master; their averages have their
 plain names.
 
 The pickles are made by the tool's pickle writer, which knows the classes' names: no Paddle is needed. Source:

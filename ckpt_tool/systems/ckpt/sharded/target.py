@@ -2,7 +2,7 @@
 
 Sizes come from `ckpt.sharded.grid`, by classes of tensors. Heads and arrays are made when somebody looks at them, which
 a dry run does not: of all files at once and kept, up to `MANY` tensors times ranks; above that of one file, each time
-anew:
+again:
 
     184,732 tensors on 2,048 ranks: 8,192 files of known size in 0.4 s; their heads would be 400 MB of JSON
 
@@ -55,7 +55,7 @@ from ckpt_tool.systems.ckpt.sharded.index import (
 )
 
 FORMAT_NAME = "sharded"
-MANY = 4_000_000  # tensors times ranks: of more, what lies in the files is not kept
+MANY = 4_000_000  # tensors times ranks: above it the contents of the files are not kept
 
 
 def sharded_target(wanted: Wanted, layout: Layout) -> Target:
@@ -138,11 +138,11 @@ class _Files:
                 slots.append(GridSlot(path, state, rank, start + sheet.nbytes, start, sheet))
         return sorted(slots, key=attrgetter("path"))
 
-    # -- what lies in the files -----------------------------------------------------------------------------------
+    # -- the contents of the files --------------------------------------------------------------------------------
 
     @cached_property
     def _listed(self) -> list[_FileContent]:
-        """What lies in every file."""
+        """The contents of every file."""
         files = [self._describe_file(slot) for slot in reversed(self.slots)]
         save = self._compute_save_id([file.boxes_hash for file in reversed(files)])
         contents = []
@@ -252,7 +252,7 @@ class _Files:
             fixed + len(slot.path) + len(str(slot.size)) + ranks[slot.rank] + states[slot.state] for slot in self.slots
         )
         if files:
-            files += len("\n") - len(",\n")  # the list's brackets stand on lines of their own
+            files += len("\n") - len(",\n")  # the list's brackets are on lines of their own
         tensors = sum(map(self._tensors_size, self.grid.states.values()))
         if tensors:
             tensors += len("},") * (len(states) - 1) + len("}")
