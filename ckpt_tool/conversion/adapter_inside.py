@@ -107,13 +107,18 @@ def _refuse_bare_modules(chosen: Chosen, names: Collection[str]) -> None:
         )
 
 
-def _refuse_halves(chosen: Chosen, inside: AdapterInside, config: Mapping[str, Any]) -> None:
+def _refuse_halves(chosen: Chosen, written: Mapping[str, str], config: Mapping[str, Any]) -> None:
     """Raise for an adapter to be written alone of which a part is missing: InconsistentCheckpoint E2936 for half a
-    pair, Incomplete E3064 for a module without any."""
+    pair, Incomplete E3064 for a module without any.
+
+    Args:
+        written: stored name -> name in PEFT's file, of all that is to be written: what PEFT saves next to the adapter's
+            own tensors (an output layer in `modules_to_save`) too.
+    """
     from ckpt_tool.formats.adapters.pairs import find_contradictions
 
     weights = weights_of(chosen)
-    adapter = {name: weights[stored].tensor for stored, name in inside.adapter.items()}
+    adapter = {name: weights[stored].tensor for stored, name in written.items()}
     faults = list(find_contradictions(config, adapter))
     if faults:
         faults[0].path = chosen.sources[0].path
@@ -200,10 +205,10 @@ def _adapter_alone(chosen: Chosen, job: Conversion, inside: AdapterInside) -> Ch
     model = weights_of(chosen)
     shapes = {name: row.tensor.shape for name, row in model.items()}
     found = config_of_inside(chosen.sources[0], inside, shapes, job.reading.lora_alpha)
-    if not job.reading.lenient:
-        _refuse_halves(chosen, inside, found.config)
-
     renamed = {**inside.embeddings, **inside.adapter, **_trained_biases(inside, found.config.get("bias"))}
+    if not job.reading.lenient:
+        _refuse_halves(chosen, renamed, found.config)
+
     kept = []
     for stored, name in renamed.items():
         row = model[stored]

@@ -145,16 +145,16 @@ def _find_staying(
     for name, row in rows.items():
         shape = row.tensor.shape
         dtype = row.tensor.dtype
+        # What usually stays as it is may be quantised where --quantize-only names it.
+        usual_reason = "" if only else why_not(row.tensor)
         if name in skipped:
             reasons[name] = "--quantize-skip"
         elif only and name not in only_names:
             reasons[name] = "not in --quantize-only"
         elif scheme.codes == TURNED and (len(shape) != 3 or EXPERTS not in name):
             reasons[name] = "no stacked experts, which this family's releases quantise alone"
-        elif not only:
-            why = why_not(row.tensor)
-            if why:
-                reasons[name] = why
+        elif usual_reason:
+            reasons[name] = usual_reason
         elif len(shape) < 2 or not dtype.is_float or dtype.bits < 16:
             reasons[name] = "no matrix of floats"
         elif not scheme.fits(shape):

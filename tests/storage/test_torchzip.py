@@ -442,7 +442,7 @@ def test_reading_opens_the_file_and_does_nothing_else(tmp_path):
     script = """
     import os, sys
     from ckpt_tool.errors import CkptError
-    from ckpt_tool.storage import source
+    from ckpt_tool.storage import magic, source  # the one is imported where a file is refused
     from ckpt_tool.storage.pickles import pickle_reader as pickles, pickle_opcodes
     from ckpt_tool.storage.torch_files import torch_stream, torchzip
     trees = [source.Tree(os.path.join(sys.argv[1], folder, "model.pt")) for folder in sorted(os.listdir(sys.argv[1]))]
