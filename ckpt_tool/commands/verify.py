@@ -286,9 +286,16 @@ def _digest_finding(opened: Opened, key: TensorKey, digest: str) -> dict[str, An
     message = f"the values have digest {digest}, recorded was {catalog.digests[key]}"
     paths = sorted({chunk.array.file for chunk in catalog.tensors[key].chunks if chunk.box.numel})
     files = [opened.tree.display(path) for path in paths]
+    if len(files) != 1:
+        message = f"{message}: the damage is in one of its {len(files)} files"
+    return _row_of_files("E0352", message, str(key), files)
+
+
+def _row_of_files(code: str, message: str, tensor: str, files: list[str]) -> dict[str, Any]:
+    """A finding in one of these files: `file` names the only one, `files` all that it may be in."""
     if len(files) == 1:
-        return row("E0352", message, str(key), file=files[0])
-    return row("E0352", f"{message}: the damage is in one of its {len(files)} files", str(key), files=files)
+        return row(code, message, tensor, file=files[0])
+    return row(code, message, tensor, files=files)
 
 
 def _quantised_faults(opened: Opened, reading: Reading, wanted: Verification) -> list[CkptError]:
@@ -482,9 +489,7 @@ def _drift_finding(opened: Opened, drift: Drift) -> dict[str, Any]:
         f"{drift.elements} elements are not what the fp32 master weights round to, the first at {list(drift.first)}: "
         "a job that resumes takes the master's"
     )
-    if len(files) == 1:
-        return row("W-master", message, str(drift.key), file=files[0])
-    return row("W-master", message, str(drift.key), files=files)
+    return _row_of_files("W-master", message, str(drift.key), files)
 
 
 def _file_of_element(tensor: LogicalTensor, index: Sequence[int]) -> str | None:

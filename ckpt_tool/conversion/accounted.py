@@ -29,7 +29,7 @@ from ckpt_tool.errors import CkptError, InputError, OutputExists, UnsafeInput, f
 from ckpt_tool.formats import registry
 from ckpt_tool.formats.adapters.lone import CONFIG as ADAPTER_CONFIG
 from ckpt_tool.formats.base import Naming, Specificity
-from ckpt_tool.formats.hub_folder.model_files import CODE, is_sidefile
+from ckpt_tool.formats.hub_folder.model_files import is_model_code, is_sidefile
 from ckpt_tool.formats.hub_folder.modules import module_files
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.signing.written import is_statement
@@ -301,9 +301,7 @@ def _is_code(path: str) -> bool:
 
 def _code_named(tree: Tree, names: Iterable[str]) -> set[str]:
     """Files of code that a config's `auto_map` names, and those that these import: all others are somebody's own."""
-    code: set[str] = set()
-    for pattern in CODE:
-        code |= {name for name in names if fnmatchcase(name, pattern)}
+    code = set(filter(is_model_code, names))
     if not code:
         return set()
     waiting = [f"{module}.py" for name in names if _is_config(name) for module in _modules_of(tree, name)]

@@ -23,7 +23,7 @@ from ckpt_tool.core.target import Target, Wanted, whole_file
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.base import Format
 from ckpt_tool.formats.entry import offered
-from ckpt_tool.formats.hub_folder.model_files import CODE, NESTED, TOKENIZER, is_sidefile, tokenizer_files
+from ckpt_tool.formats.hub_folder.model_files import NESTED, TOKENIZER, is_model_code, is_sidefile, tokenizer_files
 from ckpt_tool.formats.hub_folder.modules import module_files, module_weights
 from ckpt_tool.options.writing import Writing
 from ckpt_tool.sources.chosen import Chosen
@@ -112,13 +112,9 @@ def _refuse_unsaid(chosen: Chosen, why: str, hint: str) -> None:
         raise UsageError(f"nothing would say how the weights are quantised: {why}", code="E2722", hint=hint)
 
 
-def _is_code(path: str) -> bool:
-    return any(fnmatchcase(path, pattern) for pattern in CODE)
-
-
 def _with_side_files(target: Target, chosen: Chosen, fmt: Format, wanted: Wanted, writing: Writing) -> Target:
     target = _unnested(target) if fmt.holds.dialect == "hf" else target
-    code = [file.path for file in target.files if _is_code(file.path)]
+    code = [file.path for file in target.files if is_model_code(file.path)]
     if code:
         target = target.noted(f"code is copied as text, and not run: {', '.join(sorted(code))}")
     if fmt.holds.adapter:

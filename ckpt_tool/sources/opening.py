@@ -34,7 +34,7 @@ from ckpt_tool.formats.lookalikes import part_of
 from ckpt_tool.formats.run_pointer import RELEASE
 from ckpt_tool.options.reading import Reading
 from ckpt_tool.sources.config import read_config
-from ckpt_tool.sources.steps import POINTERS, pointed, run_below, runs_in, steps_in
+from ckpt_tool.sources.steps import POINTERS, pointed, run_below, runs_in, steps_in, top_folders
 from ckpt_tool.storage.pickles.pickle_globals import class_of, users_own
 from ckpt_tool.storage.source import Tree, safe_relative, unchanged
 
@@ -464,7 +464,7 @@ def _claimed_beside(tree: Tree, folders: Collection[str]) -> bool:
 
 def _role(tree: Tree, reading: Reading) -> tuple[Tree, str]:
     """The tree itself, or the one model that a step of reinforcement learning holds (verl's `global_step_N/actor`)."""
-    tops = {path.partition("/")[0] for path in tree.listing() if "/" in path}
+    tops = top_folders(tree)
     there = [role for role in ROLES if role in tops]
     if not there or reading.from_format or any(map(_lies_here, registry.claims(tree))):
         return tree, ""

@@ -97,14 +97,21 @@ def step_of(name: str, *, numbers: bool = False) -> RunStep | None:
 
 def steps_in(tree: Tree) -> list[str]:
     """The folders directly in the tree that have names of training steps, the oldest first."""
-    names = {path.split("/")[0] for path in tree.listing() if "/" in path}
-    return [step.name for step in sorted(filter(None, map(step_of, names)), key=lambda step: (step.order, step.name))]
+    return [
+        step.name
+        for step in sorted(filter(None, map(step_of, top_folders(tree))), key=lambda step: (step.order, step.name))
+    ]
 
 
 def runs_in(tree: Tree) -> list[str]:
     """The subfolders of a run that may contain its steps."""
-    tops = {path.partition("/")[0] for path in tree.listing() if "/" in path}
+    tops = top_folders(tree)
     return [name for name in RUNS if name in tops]
+
+
+def top_folders(tree: Tree) -> set[str]:
+    """The names of the folders directly below a tree's root that contain a file."""
+    return {path.partition("/")[0] for path in tree.listing() if "/" in path}
 
 
 def pointed(text: str, there: Callable[[str], bool]) -> str:

@@ -304,6 +304,11 @@ def side_files(tree: Tree) -> tuple[str, ...]:
     return tuple(name for name in tree.names() if is_sidefile(name) and tree.listing()[name] >= 0)
 
 
+def is_model_code(path: str) -> bool:
+    """Whether a file is code that a model brings along, by its name."""
+    return any(fnmatchcase(path, pattern) for pattern in CODE)
+
+
 def is_sidefile(name: str) -> bool:
     """Is it the name of a small file next to the weights that a conversion copies unchanged?"""
     return any(fnmatchcase(name, pattern) for pattern in SIDEFILES)
