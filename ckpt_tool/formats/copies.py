@@ -194,8 +194,10 @@ class _Copied:
         for tensor in self._tensors:
             for chunk in tensor.chunks:
                 crc = chunk.array.crc
-                record = -1 if crc is None else crc[1] << 32 | crc[2]
-                if crc is not None and record in self.again:
+                if crc is None:
+                    continue
+                record = crc[1] << 32 | crc[2]
+                if record in self.again:
                     sample.setdefault(record, chunk.array)
                     # XOR, because the order in which a record's chunks are met must not matter.
                     mine = stands[record]
